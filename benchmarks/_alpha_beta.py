@@ -9,20 +9,18 @@ collective carries at most 2^30 bytes of fp32 at the default ``buffer_size``; mo
 
 The explicit call adds:
 
-exchange    of a header per rank, as in _scaling.py: ranks - 1 hops, and 128 bytes from every other rank
+exchange    of a header per rank over the tree, as in _scaling.py
 reading     of these headers, seconds per row
 call        constant time of a call
 local       a pass over the gradients (the division; with checks the norm): seconds per byte, on every rank
 tensors     seconds per tensor
 """
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import combinations
 
-import torch
-from _scaling import Network, ring_hops
+from _fit import fit_costs
+from _scaling import Network, tree
 
 Times = Mapping[tuple[int, int], float]  # seconds by (ranks, bytes)
 
@@ -40,24 +38,33 @@ class Ring:
         calls, hops, bytes_sent = ring_terms(size, size_bytes)
         return calls * self.call_seconds + hops * self.alpha_seconds + bytes_sent * self.beta_seconds
 
-    def exchange_seconds(self, size: int) -> float:
-        """Time to exchange the headers, without reading."""
-        return Network(self.name, self.alpha_seconds, self.beta_seconds).exchange_seconds(ring_hops, size)
+
+@dataclass(frozen=True)
+class Headers:
+    """Costs of the headers of a call: ``message_seconds`` of a hub, and reading. ``per_host``: ranks on each host."""
+
+    message_seconds: float
+    row_seconds: float
+    per_host: int
+
+    def seconds(self, ring: Ring, size: int) -> float:
+        """Time to exchange and read the headers in the network of ``ring``."""
+        network = Network(ring.alpha_seconds, self.message_seconds, ring.beta_seconds)
+        return network.seconds(tree(size, self.per_host)) + size * self.row_seconds
 
 
 @dataclass(frozen=True)
 class Ours:
-    """Additional costs of the explicit call over a bare all_reduce, without the exchange of headers."""
+    """Additional costs of the explicit call over a bare all_reduce and the headers."""
 
     call_seconds: float
     byte_seconds: float
     tensor_seconds: float
-    row_seconds: float
 
-    def seconds(self, ring: Ring, size: int, size_bytes: int, tensors: int) -> float:
+    def seconds(self, ring: Ring, headers: Headers, size: int, size_bytes: int, tensors: int) -> float:
         """Time of the whole call in the network of ``ring``."""
         own = self.call_seconds + size_bytes * self.byte_seconds + tensors * self.tensor_seconds
-        return ring.seconds(size, size_bytes) + ring.exchange_seconds(size) + size * self.row_seconds + own
+        return ring.seconds(size, size_bytes) + headers.seconds(ring, size) + own
 
 
 def ring_terms(size: int, size_bytes: int) -> tuple[float, float, float]:
@@ -77,55 +84,20 @@ def fit_ring(name: str, times: Times) -> Ring:
     return Ring(name, 0.0, *fit_costs([term[1:] for term in terms], list(times.values())))
 
 
-def fit_ours(ring: Ring, bare: Times, whole: Times, *, tensors: int, tensor_seconds: float, row_seconds: float) -> Ours:
+def fit_ours(ring: Ring, headers: Headers, bare: Times, whole: Times, *, tensors: int, tensor_seconds: float) -> Ours:
     """Costs fitted to ``whole`` - ``bare``, times of the same runs, minus the known costs.
 
     A remainder below zero, caused by noise, counts as zero.
     """
     left = []
     for (size, size_bytes), seconds in whole.items():
-        known = ring.exchange_seconds(size) + size * row_seconds + tensors * tensor_seconds
+        known = headers.seconds(ring, size) + tensors * tensor_seconds
         left.append(seconds - bare[size, size_bytes] - known)
     terms = [(1.0, float(size_bytes)) for _, size_bytes in whole]
     call_seconds, byte_seconds = fit_costs(terms, left, scales=list(whole.values()))
-    return Ours(call_seconds, byte_seconds, tensor_seconds, row_seconds)
-
-
-def fit_costs(
-    terms: Sequence[Sequence[float]], seconds: Sequence[float], *, scales: Sequence[float] | None = None
-) -> list[float]:
-    """Non-negative costs with the least squared error of ``terms`` times costs against ``seconds``.
-
-    Errors are relative to ``scales`` (default: ``seconds``); otherwise the longest times alone would decide.
-    """
-    scale = torch.tensor(scales or seconds, dtype=torch.float64)
-    matrix = torch.tensor(terms, dtype=torch.float64) / scale[:, None]
-    wanted = torch.tensor(seconds, dtype=torch.float64) / scale
-    best, least = [0.0] * matrix.shape[1], float(wanted.norm())
-    # The best without any below 0 is the best of some subset, and there are few subsets of few costs.
-    for count in range(1, matrix.shape[1] + 1):
-        for columns in map(list, combinations(range(matrix.shape[1]), count)):
-            costs = _least_squares(matrix[:, columns], wanted)
-            missed = float((matrix[:, columns] @ costs - wanted).norm())
-            if bool((costs >= 0).all()) and missed < least:
-                least, best = missed, [0.0] * matrix.shape[1]
-                for column, cost in zip(columns, costs.tolist(), strict=True):
-                    best[column] = cost
-    return best
-
-
-def _least_squares(matrix: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    # A call counts once and its bytes in millions; scaled to one size, no column costs another its digits.
-    sizes = matrix.norm(dim=0)
-    return torch.linalg.lstsq(matrix / sizes, wanted[:, None]).solution[:, 0] / sizes
+    return Ours(call_seconds, byte_seconds, tensor_seconds)
 
 
 def residuals(ring: Ring, times: Times) -> dict[tuple[int, int], float]:
     """Error of the model relative to the measured time; above 0 for an overestimate."""
     return {key: ring.seconds(*key) / seconds - 1 for key, seconds in times.items()}
-
-
-def typical_and_worst(missed: Mapping[str, float]) -> tuple[float, str]:
-    """The median absolute residual, and the key of the largest."""
-    sizes = {key: abs(value) for key, value in missed.items()}
-    return statistics.median(sizes.values()), max(sizes, key=sizes.__getitem__)

@@ -198,14 +198,14 @@ def _flatten(tree: Iterable[Any]) -> Iterator[Any]:
 
 def _shared_bytes() -> int:
     """Memory shared with other processes: the kernel divides each page among the processes that use it."""
-    return _bytes(SHARES)["Pss_Shmem"] if SHARES.exists() else 0
+    return kernel_bytes(SHARES)["Pss_Shmem"] if SHARES.exists() else 0
 
 
 def _status_bytes() -> dict[str, int]:
-    return _bytes(STATUS)
+    return kernel_bytes(STATUS)
 
 
-def _bytes(path: Path) -> dict[str, int]:
+def kernel_bytes(path: Path) -> dict[str, int]:
     """All fields of the kernel with unit kB, in bytes."""
     words = [line.split() for line in path.read_text().splitlines()]
     return {line[0].removesuffix(":"): int(line[1]) * 1024 for line in words if line[-1] == "kB"}

@@ -65,6 +65,7 @@ FIGURES: Mapping[str, Column] = MappingProxyType(
         "hosts, local, 16": figure("hosts.json", *_hosts(_LOCAL, rates=(1,), update_freqs=(16,))),
         "hosts, bf16, 1": figure("hosts.json", *_hosts(_BF16, rates=(1,), update_freqs=(1,))),
         "hosts, bf16, 16": figure("hosts.json", *_hosts(_BF16, rates=(1,), update_freqs=(16,))),
+        "header, 64": figure("agree_header_64.json", ("run", "64", "tree", "ratio_to_all_gather")),
         "detail": _level("detail"),
         "recorder": _level("record every step"),
         "operations": figure(

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from _table import Column, Table
 
+HEADERS = "agree_header_64.json"
 _GROWING = MappingProxyType(
     {
         "bare `all_reduce`": "bare all_reduce",
@@ -73,27 +74,80 @@ def _ranks() -> Table:
 
 
 def _exchange() -> Table:
-    ways = {"barrier": "barrier", "all-gather of the headers": "all_gather", "with reading them": "agree()"}
+    ways = {
+        "barrier": "barrier",
+        "gloo `all_gather` of the headers": "all_gather",
+        "tree": "tree",
+        "tree, with reading": "agree()",
+    }
     return Table(
-        file="agree_header_16.json",
-        heading="2 cores, median in ms",
+        file=HEADERS,
+        heading="8 claimed hosts on 2 cores, median in ms",
         columns=[
-            Column(f"{size} ranks", (("run", str(size), "{way}", "median_ms"),), "{:.2g}") for size in (2, 4, 8, 16)
+            Column(f"{size} ranks", (("run", str(size), "{way}", "median_ms"),), "{:.3g}")
+            for size in (2, 4, 8, 16, 32, 64)
         ],
         rows={label: {"way": way} for label, way in ways.items()},
     )
 
 
 def _computed_exchange() -> Table:
-    ways = {"all_gather, a ring": "all_gather", "recursive doubling": "recursive_doubling"}
+    ways = {
+        "gloo `all_gather`, a ring": "all_gather",
+        "tree, 8 ranks on each host": "tree",
+        "tree, one rank on each host": "tree, hosts of 1",
+    }
     return Table(
-        file="agree_header_16.json",
+        file=HEADERS,
         heading="ms, computed",
         columns=[
-            Column(f"{size:,} ranks", (("reasoned", "0", "{way}", "exchange_ms", str(size)),), "{:.1f}")
-            for size in (16, 64, 256, 1024, 4096)
+            Column(f"{size:,} ranks", (("modelled", "0", "ways", "{way}", "exchange_ms", str(size)),), "{:.1f}")
+            for size in (16, 64, 256, 1024, 4096, 8192)
         ],
         rows={label: {"way": way} for label, way in ways.items()},
+    )
+
+
+def _control() -> Table:
+    facts = {"descriptors": "descriptors", "threads": "threads", "private memory, KiB": "private_kib"}
+    whose = {"torch DDP with its group": "torch DDP", "the library": "ours"}
+    rows = {
+        f"{label}: {fact}": {"who": who, "fact": key} for fact, key in facts.items() for label, who in whose.items()
+    }
+    rows["the library: operations on the store"] = {"who": "ours", "fact": "store_operations"}
+    rows["its group of gloo: operations on the store"] = {"who": "ours", "fact": "store_operations_of_gloo"}
+    rows["a process with both: descriptors"] = {"who": "process", "fact": "descriptors"}
+    return Table(
+        file="scale_control.json",
+        heading="one host, the median rank and the hub",
+        columns=[
+            Column(
+                f"{size} ranks",
+                tuple(("processes", str(size), "{who}", "{fact}", rank) for rank in ("median", "hub")),
+                "{:.0f}, {:.0f}",
+            )
+            for size in (2, 4, 8, 16)
+        ],
+        rows=rows,
+    )
+
+
+def _simulated() -> Table:
+    facts = {
+        "read and compare equal rows, ms": "reading_ms",
+        "LayoutError of two inventories: MB received": "layout_error_mb",
+        "the same: processor time, s": "layout_error_cpu_s",
+        "poll of all ranks, twice: s": "poll_s",
+        "the same: processor time with the answers, s": "poll_cpu_s",
+        "report from the answers: ms": "report_ms",
+        "lines of the report": "report_lines",
+        "kB of the report for another rank": "report_kb",
+    }
+    return Table(
+        file="scale_control.json",
+        heading="one rank of so many simulated ranks",
+        columns=[Column(f"{ranks:,}", (("simulated", str(ranks), "{fact}"),), "{:.3g}") for ranks in (1024, 8192)],
+        rows={label: {"fact": fact} for label, fact in facts.items()},
     )
 
 
@@ -105,5 +159,7 @@ GROWTH: Mapping[str, Table] = MappingProxyType(
         "ranks": _ranks(),
         "header": _exchange(),
         "header, computed": _computed_exchange(),
+        "control": _control(),
+        "simulated": _simulated(),
     }
 )

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from _alpha_beta import Ours, Ring, Times, fit_ours, fit_ring, residuals, typical_and_worst
+from _alpha_beta import Headers, Ours, Ring, Times, fit_ours, fit_ring, residuals
 from _calls import BARE, LEVELS, Calls
+from _fit import typical_and_worst
 from _measure import Summary, measure, print_aims, summarize, verdicts
-from _scaling import seconds_per_row
-from bench_agree import reading_seconds
+from _scaling import seconds_per_message, seconds_per_row
+from bench_agree import CHILDREN, hub_seconds, reading_seconds
 
 FEW_TENSORS, MANY_TENSORS = 4, 1000
 SMALL_CALL_AIMS = {"2 ranks, 64 KiB": 1.5, "4 ranks, 64 KiB": 0.5, "8 ranks, 64 KiB": 0.3}  # off / bare all_reduce
@@ -27,13 +28,13 @@ def answer_ranks(arguments: argparse.Namespace, sizes_bytes: Sequence[int]) -> d
         for size_bytes in sizes_bytes
     }
     many = _run_in(groups[2], _calls(min(sizes_bytes), MANY_TENSORS, groups[2]), arguments)
-    reading = {size: reading_seconds(size) for size in REASONED_RANKS} if dist.get_rank() == 0 else {}
+    headers = _headers(arguments) if dist.get_rank() == 0 else None
     dist.barrier()  # the others wait, instead of disturbing by leaving
-    if dist.get_rank() != 0:
+    if headers is None:
         return {}
     _print_runs(run)
     tensor_seconds = seconds_per_tensor(run[2, min(sizes_bytes)], many)
-    reasoned = _reason(run, tensor_seconds, seconds_per_row(reading), arguments)
+    reasoned = _reason(run, tensor_seconds, headers, arguments)
     _print_ours(reasoned["ours"])
     for network in reasoned["networks"]:
         _print_network(network, arguments)
@@ -69,25 +70,35 @@ def seconds_per_tensor(few: Summary, many: Summary) -> float:
     return max(0.0, extra[1] - extra[0]) / 1e3 / (MANY_TENSORS - FEW_TENSORS)
 
 
+def _headers(arguments: argparse.Namespace) -> Headers:
+    """The costs of headers, measured on this rank alone."""
+    message_seconds = seconds_per_message({ranks: hub_seconds(ranks) for ranks in CHILDREN})
+    row_seconds = seconds_per_row({size: reading_seconds(size) for size in REASONED_RANKS})
+    return Headers(message_seconds, row_seconds, arguments.ranks_per_host)
+
+
 def _variant(level: str, *, on_host: bool = False) -> str:
     return f"ours, {level}, to pack" if on_host else f"ours, {level}, gloo, to pack"
 
 
 def _reason(
-    run: Mapping[tuple[int, int], Summary], tensor_seconds: float, row_seconds: float, arguments: argparse.Namespace
+    run: Mapping[tuple[int, int], Summary], tensor_seconds: float, headers: Headers, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The model of the explicit call is fitted to 2 ranks, the least disturbed by missing cores."""
     bare = _median_seconds(run, BARE)
     two = {key: seconds for key, seconds in bare.items() if key[0] == 2}
-    costs = {"tensors": FEW_TENSORS, "tensor_seconds": tensor_seconds, "row_seconds": row_seconds}
+    costs = {"tensors": FEW_TENSORS, "tensor_seconds": tensor_seconds}
     ring = fit_ring("2 ranks", two)
     ours = {}
     for level in LEVELS:
         whole = {key: seconds for key, seconds in _median_seconds(run, _variant(level)).items() if key[0] == 2}
-        ours[level] = fit_ours(ring, two, whole, **costs)
+        ours[level] = fit_ours(ring, headers, two, whole, **costs)
     return {
+        "headers": vars(headers),
         "ours": {level: vars(fitted) for level, fitted in ours.items()},
-        "networks": [_reasoned(network, times, ours, arguments) for network, times in _networks(bare, arguments)],
+        "networks": [
+            _reasoned(network, times, ours, headers, arguments) for network, times in _networks(bare, arguments)
+        ],
     }
 
 
@@ -103,12 +114,14 @@ def _networks(bare: Times, arguments: argparse.Namespace) -> Iterable[tuple[Ring
         yield fit_ring(f"fitted to all runs, up to {most} ranks; inflated by oversubscription", bare), bare
 
 
-def _reasoned(ring: Ring, times: Times, ours: Mapping[str, Ours], arguments: argparse.Namespace) -> dict[str, Any]:
+def _reasoned(
+    ring: Ring, times: Times, ours: Mapping[str, Ours], headers: Headers, arguments: argparse.Namespace
+) -> dict[str, Any]:
     size_bytes = round(arguments.model_mib * 2**20)
     rows = {BARE: {size: ring.seconds(size, size_bytes) for size in REASONED_RANKS}}
     for level, own in ours.items():
         rows[f"ours, {level}"] = {
-            size: own.seconds(ring, size, size_bytes, arguments.model_tensors) for size in REASONED_RANKS
+            size: own.seconds(ring, headers, size, size_bytes, arguments.model_tensors) for size in REASONED_RANKS
         }
     return {
         "network": ring.name,
@@ -144,10 +157,10 @@ def _print_runs(run: Mapping[tuple[int, int], Summary]) -> None:
 
 def _print_ours(ours: Mapping[str, Mapping[str, float]]) -> None:
     print("\nwhat ours adds to an all_reduce and the exchange of headers, fitted to 2 ranks")
-    print(f"{'':6}{'us a call':>12}{'ms a GiB':>12}{'us a tensor':>13}{'us a row':>10}")
+    print(f"{'':6}{'us a call':>12}{'ms a GiB':>12}{'us a tensor':>13}")
     for level, own in ours.items():
-        call, tensor, row = (1e6 * own[f"{name}_seconds"] for name in ("call", "tensor", "row"))
-        print(f"{level:6}{call:12.0f}{1e3 * 2**30 * own['byte_seconds']:12.0f}{tensor:13.2f}{row:10.2f}")
+        call, tensor = (1e6 * own[f"{name}_seconds"] for name in ("call", "tensor"))
+        print(f"{level:6}{call:12.0f}{1e3 * 2**30 * own['byte_seconds']:12.0f}{tensor:13.2f}")
 
 
 def _print_network(network: Mapping[str, Any], arguments: argparse.Namespace) -> None:

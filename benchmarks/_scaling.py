@@ -1,55 +1,109 @@
-"""Model of the time of the header exchange by number of ranks; not measured. Pure.
+"""Model of the time of the header exchange by number of ranks. Pure.
 
-    seconds = hops x alpha + (ranks - 1) x 128 bytes x beta + reading
+    seconds = hops x alpha + messages x message + bytes x beta + turns x turn
 
-all_gather           a ring, as in gloo (gloo/allgather.cc): every row makes ranks - 1 hops, in two halves of 64
-                     bytes, so each rank sends 2 (ranks - 1) messages
-recursive doubling   ceil(log2 ranks) hops, each with all rows so far; not built. gloo's barrier makes as many empty
-                     hops (gloo/barrier.cc, a dissemination barrier), so a barrier measures their time
-reading              decoding and comparing the rows, on every rank: seconds per row, measured on one rank
+all_gather   of gloo, a ring (gloo/allgather.cc): every row makes ranks - 1 hops, in two halves, each a message
+tree         of legacy_ddp/_transport/star.py, where hosts have equal numbers of ranks. Rows go up to the root, a
+             message of each rank or part; the rows of all ranks come down. A hub handles the messages of the ranks
+             below it one after the other
+
+Hops, messages and bytes are those of the longest way, one after the other. Turns: where ranks share cores, a rank waits
+for a turn of every other rank on its core before each of its messages. Bytes on a host count like those between hosts.
 """
 
 import bisect
+import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+
+from _fit import fit_costs
 
 from legacy_ddp._agreement.header import HEADER_BYTES
+from legacy_ddp._transport.first_meeting import ARITY
+from legacy_ddp._transport.rows import SegmentIds, encode_segments
 
 ROW_BYTES = HEADER_BYTES
+TREE_ROW_BYTES = HEADER_BYTES + len(encode_segments(SegmentIds()))
 MOST_RANKS = 2**20  # where the search for a limit ends
 
-Hops = Callable[[int], int]
+
+@dataclass(frozen=True)
+class Exchange:
+    """Counts of an exchange of ``size`` ranks on its longest way. ``messages_of_each``: of a rank, in the mean."""
+
+    size: int
+    hops: int
+    messages: int
+    size_bytes: int
+    messages_of_each: float
 
 
 @dataclass(frozen=True)
 class Network:
-    """``alpha_seconds`` per hop of any size, and ``beta_seconds`` per byte."""
+    """Seconds per hop, message, byte and turn. ``cores``: shared by all ranks."""
 
-    name: str
     alpha_seconds: float
+    message_seconds: float
     beta_seconds: float
+    turn_seconds: float = 0.0
+    cores: float = math.inf
 
-    def exchange_seconds(self, hops: Hops, size: int) -> float:
+    def seconds(self, exchange: Exchange) -> float:
         """Time until every rank has every row, without reading the rows."""
-        return hops(size) * self.alpha_seconds + (size - 1) * ROW_BYTES * self.beta_seconds
+        return (
+            exchange.hops * self.alpha_seconds
+            + exchange.messages * self.message_seconds
+            + exchange.size_bytes * self.beta_seconds
+            + turns(exchange, self.cores) * self.turn_seconds
+        )
 
 
-def ring_hops(size: int) -> int:
-    """Sequential hops in gloo's all_gather."""
-    return size - 1
+def turns(exchange: Exchange, cores: float) -> float:
+    """The turns of other ranks that a rank waits for."""
+    return max(0.0, exchange.size / cores - 1) * exchange.messages_of_each
 
 
-def doubling_hops(size: int) -> int:
-    """Sequential hops in recursive doubling, and in gloo's barrier."""
-    return (size - 1).bit_length()
+def ring(size: int) -> Exchange:
+    """The exchange in gloo's all_gather."""
+    others = size - 1
+    return Exchange(size, others, 2 * others, others * ROW_BYTES, 2 * others)
 
 
-def fit_alpha(hops: Hops, seconds: Mapping[int, float]) -> float:
-    """Seconds per hop by least squares through 0, from times by number of ranks."""
-    return sum(hops(size) * time for size, time in seconds.items()) / sum(hops(size) ** 2 for size in seconds)
+def tree(size: int, per_host: int) -> Exchange:
+    """The exchange in a tree of stars, with ``per_host`` ranks on each host."""
+    on_host = min(size, per_host) - 1
+    below = hubs_below(-(-size // per_host))
+    # Up, the ranks of a host have long sent their rows when the hubs below have theirs. Down, a hub may come last.
+    up, down = on_host + sum(below), on_host * (len(below) + 1) + sum(below)
+    hops = 2 * ((on_host > 0) + len(below))
+    return Exchange(size, hops, up + down, (size - 1 + down * size) * TREE_ROW_BYTES, 2 * (size - 1) / size)
+
+
+def hubs_below(hosts: int) -> list[int]:
+    """The number of hubs below each hub on the longest way, from the root on."""
+    counts, hub = [], 0
+    while (count := min(ARITY, hosts - 1 - ARITY * hub)) > 0:
+        counts.append(count)
+        hub = ARITY * hub + 1
+    return counts
+
+
+def fit_network(
+    exchange: Callable[[int], Exchange],
+    seconds: Mapping[int, float],
+    *,
+    message_seconds: float,
+    beta_seconds: float,
+    cores: int,
+) -> Network:
+    """The network with the least relative error for times by number of ranks: hops and turns are fitted."""
+    known = Network(0.0, message_seconds, beta_seconds)
+    counts = {size: exchange(size) for size in seconds}
+    terms = [(count.hops, turns(count, cores)) for count in counts.values()]
+    left = [time - known.seconds(counts[size]) for size, time in seconds.items()]
+    alpha, turn = fit_costs(terms, left, scales=list(seconds.values()))
+    return Network(alpha, message_seconds, beta_seconds, turn, cores)
 
 
 def seconds_per_row(reading: Mapping[int, float], *, least_size: int = 64) -> float:
@@ -57,18 +111,10 @@ def seconds_per_row(reading: Mapping[int, float], *, least_size: int = 64) -> fl
     return statistics.median(seconds / size for size, seconds in reading.items() if size >= least_size)
 
 
-def limits(network: Network, row_seconds: float, limit_seconds: float, sizes: Iterable[int]) -> dict[str, Any]:
-    """Times of both algorithms in the network, and their largest number of ranks within ``limit_seconds``."""
-    result: dict[str, Any] = {"network": network.name, "alpha_us": 1e6 * network.alpha_seconds}
-    sizes = tuple(sizes)
-    for way, hops in {"all_gather": ring_hops, "recursive_doubling": doubling_hops}.items():
-        exchange = partial(network.exchange_seconds, hops)
-        result[way] = {
-            "exchange_ms": {str(size): 1e3 * exchange(size) for size in sizes},
-            "most_ranks": most_ranks(exchange, limit_seconds),
-            "most_ranks_with_reading": most_ranks(lambda size, e=exchange: e(size) + size * row_seconds, limit_seconds),
-        }
-    return result
+def seconds_per_message(hub: Mapping[int, float]) -> float:
+    """Time of one message on a hub, from times of its exchange by number of ranks below it: two messages for each."""
+    _, of_each = fit_costs([(1.0, 2.0 * ranks) for ranks in hub], list(hub.values()))
+    return of_each
 
 
 def most_ranks(seconds: Callable[[int], float], limit_seconds: float) -> int:

@@ -1,7 +1,7 @@
 """Cost of agreement: in a training step, and of the header exchange alone by number of ranks.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_agree.py step [--json FILE]
-    torchrun --standalone --nproc-per-node 16 benchmarks/bench_agree.py header [--hosts 4] [--json FILE]
+    torchrun --standalone --nproc-per-node 64 benchmarks/bench_agree.py header --hosts 8 [--json FILE]
 
 Measured like bench_all_reduce.py: variants interleaved round by round, ratios taken within a round. Two questions:
 
@@ -10,8 +10,9 @@ step     a whole training step with checks="info" against "off", and "off" a sec
          its time is printed as well: for each step, phase agree of the last rank to arrive, which does not wait
 header   the exchange of 128 bytes per rank, in groups of 2, 4, 8, ... ranks: over the tree of the library, and as a
          gloo all_gather of the same bytes, against a barrier of the same ranks. With --hosts the ranks claim to run on
-         as many hosts, so that the hubs of the tree use TCP, on this machine. Then the modelled time of a ring for up
-         to 4,096 ranks, which is not measured
+         as many hosts, so that the hubs of the tree use TCP, on this machine. Aim: tree / all_gather <= 0.10 at 64
+         ranks on 8 hosts. Then modelled times for up to 8,192 ranks, by the model of _scaling.py: in your network
+         (--alpha-us, --gigabytes-per-second, --ranks-per-host), not measured, and fitted to these runs, with its error
 
 Ranks that outnumber the cores wait for each other's time slices: such figures are upper bounds, and marked.
 """
@@ -19,36 +20,44 @@ Ranks that outnumber the cores wait for each other's time slices: such figures a
 import argparse
 import math
 import os
+import socket
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _fit import typical_and_worst
 from _interrupt import quiet_interrupt
 from _measure import (
     Variant,
     measure,
     parse,
+    print_aims,
     print_table,
     process_group,
     round_ratios,
     summarize,
+    verdicts,
     write_results,
 )
 from _scaling import (
     ROW_BYTES,
+    TREE_ROW_BYTES,
+    Exchange,
     Network,
-    doubling_hops,
-    fit_alpha,
-    limits,
-    ring_hops,
+    fit_network,
+    most_ranks,
+    ring,
+    seconds_per_message,
     seconds_per_row,
+    tree,
 )
 from _workloads import LAYERS, Transformer, predict_tokens, step, tokens
 
@@ -60,11 +69,15 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._transport import first_meeting
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.private_groups import Groups
-from legacy_ddp._transport.rows import Operation
+from legacy_ddp._transport.rows import Operation, SegmentIds, encode_segments
+from legacy_ddp._transport.star import _ROW, Star
+from legacy_ddp._transport.star_sockets import set_options
 
 STEP_AIMS = {1: 1.05, 4: 1.03}  # from this update-freq on: info/off
 HEADER_AIM = 0.03  # of a step
-LARGE = (64, 128, 256, 512, 1024, 2048, 4096)
+TREE_AIMS = {"tree / all_gather, 64 ranks": 0.10}
+MODELLED = tuple(2**power for power in range(1, 14))
+CHILDREN = (1, 2, 4, 8, 16, 32)
 READINGS = 20  # of each number of rows
 
 
@@ -92,10 +105,12 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("header, the part that is not run")
     group.add_argument("--alpha-us", type=float, default=50.0, help="of a hop in your network (default: %(default)s)")
     group.add_argument("--gigabytes-per-second", type=float, default=1.0, help="between ranks (default: %(default)s)")
+    group.add_argument("--ranks-per-host", type=int, default=8, help="default: %(default)s")
     group.add_argument("--step-ms", type=float, default=300.0, help="your training step (default: %(default)s)")
     arguments = parse(parser, given)
-    if arguments.hosts < 1:
-        parser.error(f"--hosts is out of range: got {arguments.hosts}, expected 1 or more")
+    for name, value in (("hosts", arguments.hosts), ("ranks-per-host", arguments.ranks_per_host)):
+        if value < 1:
+            parser.error(f"--{name} is out of range: got {value}, expected 1 or more")
     return arguments
 
 
@@ -197,24 +212,32 @@ def _answer_header(arguments: argparse.Namespace) -> dict[str, Any]:
         sys.exit("nothing to exchange: got 1 rank, expected 2 or more; raise --nproc-per-node")
     sizes = [2**power for power in range(1, dist.get_world_size().bit_length())]
     summaries = {size: _exchange_summary(size, arguments) for size in sizes}
-    reading = {size: reading_seconds(size) for size in (*sizes, *LARGE)} if dist.get_rank() == 0 else {}
+    reading = {size: reading_seconds(size) for size in MODELLED} if dist.get_rank() == 0 else {}
+    hub = {ranks: hub_seconds(ranks) for ranks in CHILDREN} if dist.get_rank() == 0 else {}
     dist.barrier()  # the others wait, instead of disturbing by leaving
     if dist.get_rank() != 0:
         return {}
     _print_exchanges(summaries)
-    _print_shape(reading, fit_alpha(doubling_hops, _median_seconds(summaries, "barrier")))
-    limit_seconds = HEADER_AIM * arguments.step_ms / 1e3
-    reasoned = [
-        limits(network, seconds_per_row(reading), limit_seconds, reading)
-        for network in _networks(_median_seconds(summaries, "all_gather"), arguments)
-    ]
-    for result in reasoned:
-        _print_limits(result, arguments.step_ms)
+    row_seconds, message_seconds = seconds_per_row(reading), seconds_per_message(hub)
+    print(f"\nalone, on one rank: reading a row {1e9 * row_seconds:.0f} ns, a message {1e6 * message_seconds:.1f} us")
+    modelled = _given(message_seconds, arguments), _fitted(summaries, message_seconds, arguments)
+    for result in modelled:
+        _print_model(result)
+    limit = HEADER_AIM * arguments.step_ms / 1e3
+    most = {way: most_ranks(seconds, limit) for way, seconds in _given_seconds(message_seconds, arguments).items()}
+    print(f"given: the most ranks under {HEADER_AIM:.0%} of a step of {arguments.step_ms:g} ms:", most)
+    ratios = {f"tree / all_gather, {size} ranks": summaries[size]["tree"]["ratio_to_all_gather"] for size in sizes}
+    aims = {name: aim for name, aim in TREE_AIMS.items() if name in ratios}
+    print_aims(ratios, aims)
     return {
-        "row_bytes": ROW_BYTES,
+        "row_bytes": {"all_gather": ROW_BYTES, "tree": TREE_ROW_BYTES},
         "run": {str(size): summary for size, summary in summaries.items()},
+        "aims": aims,
+        "verdicts": verdicts(ratios, aims),
         "reading_us": {str(size): 1e6 * seconds for size, seconds in reading.items()},
-        "reasoned": reasoned,
+        "hub_us": {str(ranks): 1e6 * seconds for ranks, seconds in hub.items()},
+        "modelled": modelled,
+        "most_ranks": most,
     }
 
 
@@ -288,17 +311,83 @@ def reading_seconds(size: int) -> float:
     return statistics.median(seconds)
 
 
-def _networks(gathers: dict[int, float], arguments: argparse.Namespace) -> list[Network]:
-    """The modelled networks; fitted networks are this machine, as crowded as during the runs."""
-    beta = 1e-9 / arguments.gigabytes_per_second
-    networks = [Network("given", arguments.alpha_us / 1e6, beta)]
-    if fitting := {size: seconds for size, seconds in gathers.items() if not _crowded(size)}:
-        name = f"fitted to the runs of up to {max(fitting)} ranks"
-        networks.append(Network(name, fit_alpha(ring_hops, fitting), beta))
-    if any(_crowded(size) for size in gathers):
-        name = f"fitted to all runs, up to {max(gathers)} ranks; inflated by oversubscription"
-        networks.append(Network(name, fit_alpha(ring_hops, gathers), beta))
-    return networks
+def hub_seconds(ranks: int) -> float:
+    """Median time of one exchange on a hub of hubs, over TCP, whose ``ranks`` below have sent their rows."""
+    pairs = {rank: _tcp_pair() for rank in range(1, ranks + 1)}
+    hub = Star(0, hubs={rank: own for rank, (own, _) in pairs.items()})
+    below = [Star(rank, above=(0, other)) for rank, (_, other) in pairs.items()]
+    columns = (encode_segments(SegmentIds()), *encode_header(Header()))
+    row, seconds = b"".join(columns), []
+    with ThreadPoolExecutor(ranks + 1) as pool:
+        list(pool.map(lambda star: star.introduce({}, _never), [hub, *below]))
+    for _ in range(READINGS):
+        for star in below:
+            star._send(0, _ROW, row, _never)
+        start = time.perf_counter()
+        hub.exchange(columns, _never)
+        seconds.append(time.perf_counter() - start)
+        for star in below:
+            star._receive(0, _ROW, len(row) * (ranks + 1), _never)
+    for star in (hub, *below):
+        star.close()
+    return statistics.median(seconds)
+
+
+def _never() -> None:
+    """Called after a slice of a wait; no wait is as long."""
+
+
+def _tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = socket.create_connection(server.getsockname())
+        own = server.accept()[0]
+    for connection in (own, other):
+        set_options(connection)
+    return own, other
+
+
+def _ways(per_host: int) -> dict[str, Callable[[int], Exchange]]:
+    return {"all_gather": ring, "tree": partial(tree, per_host=per_host), "tree, hosts of 1": partial(tree, per_host=1)}
+
+
+def _given_seconds(message_seconds: float, arguments: argparse.Namespace) -> dict[str, Callable[[int], float]]:
+    """Times by number of ranks in the given network, where ranks share no cores. A hop of gloo has its messages."""
+    alpha, beta = arguments.alpha_us / 1e6, 1e-9 / arguments.gigabytes_per_second
+    gloo, own = Network(alpha, 0.0, beta), Network(alpha, message_seconds, beta)
+    return {
+        way: lambda size, of=exchange, network=gloo if exchange is ring else own: network.seconds(of(size))
+        for way, exchange in _ways(arguments.ranks_per_host).items()
+    }
+
+
+def _given(message_seconds: float, arguments: argparse.Namespace) -> dict[str, Any]:
+    ways = {
+        way: {"exchange_ms": {str(size): 1e3 * seconds(size) for size in MODELLED}}
+        for way, seconds in _given_seconds(message_seconds, arguments).items()
+    }
+    costs = f"{arguments.alpha_us:g} us a hop, {arguments.gigabytes_per_second:g} GB/s"
+    return {"network": f"given, {costs}, {arguments.ranks_per_host} ranks a host", "ways": ways}
+
+
+def _fitted(
+    summaries: dict[int, dict[str, Any]], message_seconds: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The model of this machine, fitted to the runs."""
+    cores, beta, ways = os.cpu_count() or 1, 1e-9 / arguments.gigabytes_per_second, {}
+    for way, exchange, message in (
+        ("all_gather", ring, 0.0),
+        ("tree", lambda size: tree(size, -(-size // arguments.hosts)), message_seconds),
+    ):
+        measured = _median_seconds(summaries, way)
+        network = fit_network(exchange, measured, message_seconds=message, beta_seconds=beta, cores=cores)
+        modelled = {size: network.seconds(exchange(size)) for size in measured}
+        ways[way] = {
+            "alpha_us": 1e6 * network.alpha_seconds,
+            "turn_us": 1e6 * network.turn_seconds,
+            "exchange_ms": {str(size): 1e3 * seconds for size, seconds in modelled.items()},
+            "residuals": {str(size): modelled[size] / seconds - 1 for size, seconds in measured.items()},
+        }
+    return {"network": f"this machine, {cores} cores, fitted to the runs", "ways": ways}
 
 
 def _median_seconds(summaries: dict[int, dict[str, Any]], name: str) -> dict[int, float]:
@@ -312,7 +401,7 @@ def _print_exchanges(summaries: dict[int, dict[str, Any]]) -> None:
     for size, summary in summaries.items():
         barrier, gather, tree, whole = (summary[name] for name in ("barrier", "all_gather", "tree", "agree()"))
         times = f"{1e3 * barrier['median_ms']:10.0f}{1e3 * gather['median_ms']:12.0f}{1e3 * gather['p90_ms']:8.0f}"
-        hop = f"{1e3 * gather['median_ms'] / ring_hops(size):8.0f}{gather['median_ratio']:8.2f}"
+        hop = f"{1e3 * gather['median_ms'] / (size - 1):8.0f}{gather['median_ratio']:8.2f}"
         mark = "*" if _crowded(size) else " "
         own = f"{1e3 * tree['median_ms']:10.0f}{tree['ratio_to_all_gather']:8.2f}{1e3 * whole['median_ms']:10.0f}"
         print(f"{size:6}{mark}{size * ROW_BYTES:8}{times}{hop}{own}")
@@ -321,25 +410,16 @@ def _print_exchanges(summaries: dict[int, dict[str, Any]]) -> None:
     )
 
 
-def _print_shape(reading: dict[int, float], barrier_alpha: float) -> None:
-    print("\nheader, REASONED, NOT RUN, but for reading, which one rank ran alone")
-    print(f"{'':15}{'all_gather, a ring':>22}{'recursive doubling':>22}{'reading':>12}")
-    print(f"{'ranks':>6}{'bytes':>9}{'messages':>12}{'hops':>10}{'hops':>22}{'ms':>12}")
-    for size, seconds in reading.items():
-        counts = f"{2 * ring_hops(size):12,}{ring_hops(size):10,}{doubling_hops(size):22}"
-        print(f"{size:6,}{size * ROW_BYTES:9,}{counts}{1e3 * seconds:12.2f}")
-    print(f"messages: sent by each rank; a hop of gloo's barrier, run here: {1e6 * barrier_alpha:.0f} us")
-
-
-def _print_limits(result: dict[str, Any], step_ms: float) -> None:
-    sizes = (64, 256, 1024, 4096)
-    print(f"\nREASONED, alpha {result['alpha_us']:.0f} us, {result['network']}:")
-    print(f"exchange alone in ms, and the most ranks under {HEADER_AIM:.0%} of a step of {step_ms:g} ms")
-    print(f"{'ranks':>20}" + "".join(f"{size:8,}" for size in sizes) + f"{'most':>10}{'+ reading':>10}")
-    for way in ("all_gather", "recursive_doubling"):
-        times = "".join(f"{result[way]['exchange_ms'].get(str(size), math.nan):8.1f}" for size in sizes)
-        most = f"{result[way]['most_ranks']:10,}{result[way]['most_ranks_with_reading']:10,}"
-        print(f"{way.replace('_', ' '):20}{times}{most}", flush=True)
+def _print_model(result: dict[str, Any]) -> None:
+    sizes = list(result["ways"]["all_gather"]["exchange_ms"])
+    print(f"\nMODELLED, {result['network']}: ms without reading")
+    print(f"{'ranks':16}" + "".join(f"{int(size):8,}" for size in sizes))
+    for way, row in result["ways"].items():
+        print(f"{way:16}" + "".join(f"{row['exchange_ms'][size]:8.2f}" for size in sizes))
+        if missed := row.get("residuals"):
+            typical, worst = typical_and_worst(missed)
+            costs = f"{row['alpha_us']:.0f} us a hop, {row['turn_us']:.0f} us a turn"
+            print(f"  {costs}; off by {typical:.0%} (median), at most by {missed[worst]:+.0%} ({worst} ranks)")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_scale.py replan [--json FILE]
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_scale.py bytes [--json FILE]
     torchrun --standalone --nproc-per-node 16 benchmarks/bench_scale.py ranks [--json FILE]
+    torchrun --standalone --nproc-per-node 16 benchmarks/bench_scale.py control [--json FILE]
 
 Measured like bench_all_reduce.py: variants interleaved round by round, ratios taken within a round. A call is
 all_reduce() alone, after a barrier of the ranks, with synthetic gradients: in the views of the last call ("views", as
@@ -22,6 +23,11 @@ ranks     the first 2, 4, 8, ... of the available ranks, with 64 KiB to 16 MiB, 
           and 8 ranks. Then modelled times for up to 1,024 ranks over gloo, not measured, by the model of
           _alpha_beta.py: in your network (--alpha-us, --gigabytes-per-second), and in networks fitted to these runs.
           The error of the model is printed
+control   what the library adds to a process beside torch DDP, in groups of the first 2, 4, 8, ... ranks: descriptors,
+          threads, private memory, and operations on the store, once, not in rounds. Then on one rank, among 1,024 and
+          8,192 simulated ranks: reading equal rows, a LayoutError of two inventories of 2,000 tensors, and the poll and
+          the text of a report about a missing rank. Aims: at 16 ranks 36 descriptors in a process, on the median rank
+          none more than at 8 ranks, and as many store operations; 1,024 rows in 0.1 ms; a LayoutError of 1 MB
 
 Ranks that outnumber the cores wait for each other's time slices: such figures are upper bounds, and marked.
 """
@@ -38,6 +44,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _calls import BARE, COPIES, Calls
+from _control_plane import answer_control
 from _interrupt import quiet_interrupt
 from _measure import Summary, Variant, measure, parse, print_table, process_group, summarize, write_results
 from _rank_growth import FEW_TENSORS, answer_ranks, crowded
@@ -72,15 +79,16 @@ def run(arguments: argparse.Namespace) -> None:
         "replan": partial(answer_replan, size_bytes=TENSORS_BYTES),
         "bytes": _answer_bytes,
         "ranks": partial(answer_ranks, sizes_bytes=_sizes(arguments)),
+        "control": answer_control,
     }
-    if arguments.question != "ranks" and crowded(dist.get_world_size()):
+    if arguments.question in ("tensors", "replan", "bytes") and crowded(dist.get_world_size()):
         _say(f"{dist.get_world_size()} ranks on {os.cpu_count()} cores: oversubscribed, read times as upper bounds")
     write_results(arguments, answers[arguments.question](arguments))
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=("tensors", "replan", "bytes", "ranks"))
+    parser.add_argument("question", choices=("tensors", "replan", "bytes", "ranks", "control"))
     group = parser.add_argument_group("tensors and replan")
     counts = [100, 1000, 10_000, 100_000]
     group.add_argument("--counts", type=int, nargs="+", default=counts, help="of tensors (default: %(default)s)")
@@ -92,8 +100,11 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("ranks, the part that is not run")
     group.add_argument("--alpha-us", type=float, default=50.0, help="of a hop in your network (default: %(default)s)")
     group.add_argument("--gigabytes-per-second", type=float, default=1.0, help="between ranks (default: %(default)s)")
+    group.add_argument("--ranks-per-host", type=int, default=8, help="default: %(default)s")
     group.add_argument("--model-mib", type=float, default=34.0, help="gradients of your model (default: %(default)s)")
     group.add_argument("--model-tensors", type=int, default=123, help="that they are in (default: %(default)s)")
+    group = parser.add_argument_group("control")
+    group.add_argument("--simulated", type=int, nargs="+", default=[1024, 8192], help="ranks (default: %(default)s)")
     arguments = parse(parser, given)
     for problem in _problems(arguments):
         parser.error(problem)
@@ -104,7 +115,7 @@ def _problems(arguments: argparse.Namespace) -> Iterable[str]:
     for count in arguments.counts:
         if not 1 <= count <= TENSORS_BYTES // 4:
             yield f"--counts is out of range: got {count}, expected 1 to {TENSORS_BYTES // 4:,}, an element each"
-    for name in ("alpha_us", "gigabytes_per_second", "model_mib", "model_tensors"):
+    for name in ("alpha_us", "gigabytes_per_second", "ranks_per_host", "model_mib", "model_tensors"):
         if not getattr(arguments, name) > 0:
             yield f"--{name.replace('_', '-')} is out of range: got {getattr(arguments, name):g}, expected more than 0"
     if not _sizes(arguments):
@@ -117,7 +128,7 @@ def _problems(arguments: argparse.Namespace) -> Iterable[str]:
 
 def _sizes(arguments: argparse.Namespace) -> list[int]:
     """Total bytes of the measured calls."""
-    if arguments.question in ("tensors", "replan"):
+    if arguments.question in ("tensors", "replan", "control"):
         return [TENSORS_BYTES]
     sizes = RANKS_BYTES if arguments.question == "ranks" else [MIB << power for power in range(0, 11, 2)]
     return [size for size in sizes if arguments.largest_mib is None or size <= arguments.largest_mib * MIB]

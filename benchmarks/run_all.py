@@ -32,6 +32,7 @@ class Run:
     """One start of a script: on ``ranks`` ranks; 0 for a script that starts its own ranks.
 
     ``short`` is None for a script with a full form only; ``why_not`` returns the reason why the script cannot run here.
+    ``short_ranks``: of the short form, None for as many ranks.
     """
 
     script: str
@@ -39,6 +40,7 @@ class Run:
     full: str
     short: str | None = None
     why_not: Callable[[], str] = lambda: ""
+    short_ranks: int | None = None
 
 
 def _no_hosts() -> str:
@@ -97,12 +99,13 @@ RUNS = {
     ),
     "scale_bytes": Run("bench_scale.py", 2, f"bytes {_MORE}", f"bytes --largest-mib 64 {_LITTLE}"),
     "scale_ranks": Run("bench_scale.py", 16, f"ranks {_MORE}", f"ranks --largest-mib 1 {_LITTLE}"),
+    "scale_control": Run("bench_scale.py", 16, "control", "control --simulated 1024"),
     "reproducible_2": Run("bench_reproducible.py", 2, "--repeats 4 --rounds 6", f"--update-freq 4 {_LITTLE}"),
     "reproducible_4": Run("bench_reproducible.py", 4, "--repeats 3 --rounds 5"),
     "wire": Run("bench_wire.py", 0, '--wires "their own" bfloat16'),
     "agree_step_2": Run("bench_agree.py", 2, "step --repeats 10"),
     "agree_step_4": Run("bench_agree.py", 4, "step --repeats 10 --update-freq 1 4"),
-    "agree_header_16": Run("bench_agree.py", 16, "header"),
+    "agree_header_64": Run("bench_agree.py", 64, "header --hosts 8", f"header --hosts 4 {_LITTLE}", short_ranks=8),
     "debug_step_2": Run("bench_debug.py", 2, "step"),
     "debug_digest": Run("bench_debug.py", 1, "digest"),
     "digest_2": Run("bench_digest.py", 2, "--rounds 60", f"--layers 2 {_LITTLE}"),
@@ -155,7 +158,8 @@ def why_left_out(name: str, *, full: bool) -> str:
 def command(name: str, *, full: bool) -> list[str]:
     """The command line of a script."""
     run = RUNS[name]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)] if run.ranks else []
+    ranks = run.ranks if full or run.short_ranks is None else run.short_ranks
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     options = shlex.split(run.full if full else run.short or "")
     kept = ["--json", str(RESULTS / f"{name}.json")] if full else []
     return [sys.executable, *launch, str(ROOT / "benchmarks" / run.script), *options, *kept]

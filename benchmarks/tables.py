@@ -8,22 +8,24 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure insid
 line that begins with a comment. To add one, add it to TABLES in _quoted.py or to FIGURES in _quoted_figures.py and put
 the markers into a page. After a new measurement: write, and check the prose around the figures.
 
-A table in CHARTS has a chart of its ratios in docs/static/charts/, one file for light and one for dark pages.
+A table in CHARTS has a chart of its ratios in docs/static/charts/, one file for light and one for dark pages. The chart
+of HEADER_GROWTH is on docs/multi-host.md.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from _charts import KINDS, MODES, Bar, Group, draw
+from _charts import KINDS, MODES, Bar, Curve, Group, Mode, draw, draw_growth
 from _quoted import TABLES
 from _quoted_figures import FIGURES
+from _quoted_growth import HEADERS
 from _results import Timed
 from _table import Column, Place, Table
 
@@ -40,6 +42,7 @@ CHARTS: Mapping[str, str] = MappingProxyType(
         "crowded": "A step of 4 ranks on 2 cores: torch DDP is 1",
     }
 )
+HEADER_GROWTH = "Exchange of the headers of a call"
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 MARKED = re.compile(r"(<!-- table: (?P<name>.*?) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(?P<begin>^[ \t]*)?(<!-- figure: (?P<name>.*?) -->)(?P<figure>.*?)(<!-- end -->)", re.MULTILINE)
@@ -141,14 +144,18 @@ def write(pages: Sequence[Path], tables: Mapping[str, Table] = TABLES) -> list[P
 
 
 def chart_files() -> dict[Path, str]:
-    """The charts of the tables in CHARTS, by file.
+    """All charts, by file.
 
     Raises:
         TableError: a file or a number is missing.
     """
+    charts: dict[str, Callable[[Mode], str]] = {
+        name.replace(" ", "-"): partial(draw, heading, chart_groups(TABLES[name])) for name, heading in CHARTS.items()
+    }
+    charts["header-growth"] = partial(draw_growth, HEADER_GROWTH, header_curves())
     return {
-        CHARTS_FOLDER / f"{name.replace(' ', '-')}-{mode}.svg": draw(heading, chart_groups(TABLES[name]), colours)
-        for name, heading in CHARTS.items()
+        CHARTS_FOLDER / f"{name}-{mode}.svg": drawn(colours)
+        for name, drawn in charts.items()
         for mode, colours in MODES.items()
     }
 
@@ -179,6 +186,24 @@ def chart_groups(table: Table, folder: Path = RESULTS) -> list[Group]:
         ]
         groups.append(Group(label.replace("`", ""), _kind(blanks), bars))
     return groups
+
+
+def header_curves(path: Path = RESULTS / HEADERS) -> list[Curve]:
+    """The measured and the modelled times of both ways to exchange headers.
+
+    Raises:
+        TableError: a file or a number is missing.
+    """
+    curves = []
+    for kind, way in (("gloo all_gather", "all_gather"), ("legacy_ddp", "tree")):
+        for style, model in (("dashes", "0"), ("line", "1")):
+            place = ("results", "modelled", model, "ways", way, "exchange_ms")
+            modelled = _value(_read(path), place, path, "model")
+            curves.append(Curve(kind, {int(size): value for size, value in modelled.items()}, style))
+        run = _value(_read(path), ("results", "run"), path, "run")
+        measured = {int(size): _number(run, (size, way, "median_ms"), path) for size in run}
+        curves.append(Curve(kind, measured, "points"))
+    return curves
 
 
 def _kind(blanks: Mapping[str, str]) -> str:

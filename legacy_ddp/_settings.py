@@ -208,7 +208,7 @@ ATTRIBUTES_INSTEAD = {
     "parameters_to_ignore": "pass the names as ignore= to the constructor",
     "reducer": _REDUCER,
     "require_backward_grad_sync": (
-        "leave out the all_reduce() of all micro-batches but the last, or put these micro-batches into no_sync()"
+        "delete this line, and call all_reduce() once behind the last micro-batch: no backward() sends anything"
     ),
     "require_forward_param_sync": _BUFFERS,
     "use_side_stream_for_tensor_copies": _DEVICE,

@@ -110,7 +110,7 @@ def test_a_setting_of_torch_ddp_cannot_be_assigned_without_effect() -> None:
             assert said[0] == "AttributeError"
             assert said[1].startswith(f"'LegacyDistributedDataParallel' object has no attribute '{name}'")
         assert not hasattr(model, name)
-    with pytest.raises(AttributeError, match=r"leave out the all_reduce\(\) of all micro-batches but the last"):
+    with pytest.raises(AttributeError, match=r"delete this line, and call all_reduce\(\) once"):
         model.require_backward_grad_sync = False
 
 

@@ -100,6 +100,7 @@ class Synchronizer:
         self.module_class = module_class  # empty for parameters without a module
         self.planner = Planner(settings)
         self.policy: StepPolicy = self.planner.counter.policy  # no_sync() blocks, and a step without a call
+        self.policy.module_class = module_class
         self.leaves = Leaves(self.planner.counter, self.planner.segments) if settings.reproducible else None
         self.observers = Observers()
         self.warnings = Warnings()

@@ -281,7 +281,9 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
         phase, cause = "buffers", _BUFFERS
     else:
         return NOTHING
-    since = 'some time before this call (a wrapper with checks="detail" tells when)'
+    # Statistics of a layer in training are each rank's own, and no check of every call compares them.
+    who_tells = "" if phase == "buffers" else ' (a wrapper with checks="detail" tells when)'
+    since = f"some time before this call{who_tells}"
     return replace(found, phase=phase, since=since, cause=cause)
 
 

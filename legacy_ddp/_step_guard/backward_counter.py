@@ -34,11 +34,13 @@ _sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a Wea
 class StepPolicy:
     """Whether steps are guarded, which ``no_sync()`` blocks are open, and the parts of the present step.
 
-    ``has_leaves``: gradients were removed from ``.grad`` to be summed, and wait for the call. ``has_local_steps``: a
-    step inside a ``no_sync()`` block has used gradients since the last call.
+    ``module_class``: of the wrapped module, empty for parameters without one. ``has_leaves``: gradients were removed
+    from ``.grad`` to be summed, and wait for the call. ``has_local_steps``: a step inside a ``no_sync()`` block has
+    used gradients since the last call.
     """
 
     guarded: bool
+    module_class: str = ""
     has_leaves: bool = False
     has_local_steps: bool = False
     clock: StepClock = field(default_factory=StepClock)

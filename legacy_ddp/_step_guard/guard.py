@@ -50,15 +50,15 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raise before anything changes if the step would use a gradient of this rank alone."""
     if not is_any_counting():
         return
-    names = [
-        hook.name
+    hooks = [
+        hook
         for group in optimizer.param_groups
         for parameter, hook in unsynchronized(group["params"])
         # Zeros change no step: zero_grad(set_to_none=False) leaves zeros of a dropped gradient.
         if hook.policy.has_leaves or (parameter.grad is not None and has_nonzero(parameter.grad))
     ]
-    if names:
-        error = UnsynchronizedStepError(_text(optimizer, names), parameter=names[0])
+    if hooks:
+        error = UnsynchronizedStepError(_text(optimizer, hooks), parameter=hooks[0].name)
         shorten_display(error)
         raise error
 
@@ -87,11 +87,15 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
                 yield parameter, guard
 
 
-def _text(optimizer: torch.optim.Optimizer, names: list[str]) -> str:
-    count = f"{len(names)} parameters, first" if len(names) > 1 else "parameter"
+def _text(optimizer: torch.optim.Optimizer, hooks: list[BackwardHook]) -> str:
+    # Parameters of several wrappers in a script may have equal names.
+    classes = dict.fromkeys(hook.policy.module_class for hook in hooks if hook.policy.module_class)
+    of_class = f" of the wrapped {', '.join(classes)}" if classes else ""
+    single = f"parameter {hooks[0].name!r}{of_class}"
+    which = f"{len(hooks)} parameters{of_class}, first {hooks[0].name!r}" if len(hooks) > 1 else single
     return (
         f"step() of {type(optimizer).__name__} would use gradients that were not reduced since the last backward:\n"
-        f"  {count} {names[0]!r}\n"
+        f"  {which}\n"
         "call model.all_reduce() between backward() and step(); a step meant for this\n"
         'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
         "switches this check off"

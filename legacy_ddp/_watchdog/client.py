@@ -26,6 +26,7 @@ _SIOCGIFADDR = 0x8915  # Linux: address of an interface
 # (RFC 5737, RFC 3849) and get no data: connecting a datagram socket only looks up the route.
 _OUTSIDE: tuple[tuple[int, str], ...] = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 RUNNING, STOPPED, TRACED, DEAD, UNKNOWN = "running", "stopped", "held by a debugger", "dead", ""
+_DISK_WAIT = "D"
 _STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
 # Fields of /proc/<pid>/stat behind the command's name, see proc(5): state is field 3, start time field 22.
 _STATE, _STARTED = 0, 19
@@ -281,6 +282,14 @@ def busy_seconds() -> float:
     On a crowded machine a thread that computes gets a small share of a processor.
     """
     return time.process_time() + _queued_seconds(Path("/proc/self/schedstat"))
+
+
+def waits_for_disk() -> bool:
+    """Whether the main thread waits in the kernel, as for a disk. False without /proc."""
+    try:
+        return _stat(os.getpid())[_STATE] == _DISK_WAIT
+    except OSError:
+        return False
 
 
 def queued_seconds(process: Identity) -> float:

@@ -15,6 +15,7 @@ from legacy_ddp._watchdog.client import (
     moved_bytes,
     request_all,
     state_of,
+    waits_for_disk,
 )
 from legacy_ddp._watchdog.missing import Row
 from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch
@@ -70,6 +71,7 @@ def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
         "payloads": asdict(status.payloads.state()),
         "moved_bytes": moved_bytes(),
         "busy_seconds": busy_seconds(),
+        "waits_for_disk": waits_for_disk(),
         "clock_seconds": time.monotonic(),
         "process_states": {rank: state for rank, state in states.items() if state},
         "exit_reasons": {str(rank): text for rank, text in status.exit_reasons.items()},
@@ -136,6 +138,7 @@ def _with_progress(row: Row, first: _Result | None, second: _Result | None) -> R
         return row
     busy = after["busy_seconds"] - before["busy_seconds"]
     is_busy = busy > _BUSY_SHARE * (after["clock_seconds"] - before["clock_seconds"])
+    is_busy |= before["waits_for_disk"] or after["waits_for_disk"]  # a thread that saves a checkpoint
     return replace(row, is_advancing=_is_advancing(before, after), is_busy=is_busy)
 
 

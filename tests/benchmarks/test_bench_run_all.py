@@ -39,6 +39,8 @@ def test_a_full_run_is_launched_on_its_ranks_and_writes_where_results_are_kept()
     assert "--json" not in run_all.command("step_2", full=False)
     assert "torch.distributed.run" not in run_all.command("memory", full=False)
     assert "sparse embedding" in run_all.command("step_others_2", full=True)
+    short, full = (run_all.command("agree_header_64", full=full) for full in (False, True))
+    assert [words[words.index("--nproc-per-node") + 1] for words in (short, full)] == ["8", "64"]
 
 
 def test_a_failure_does_not_keep_others_from_running_and_is_the_exit_status(

@@ -9,6 +9,8 @@ from typing import Any
 
 import _alpha_beta
 import _calls
+import _control_plane
+import _fit
 import _rank_growth
 import bench_scale
 import pytest
@@ -95,14 +97,17 @@ def test_a_ring_hands_every_chunk_round_twice() -> None:
     ring = _alpha_beta.Ring("by hand", call_seconds=3.0, alpha_seconds=0.5, beta_seconds=0.25)
 
     assert ring.seconds(5, 100) == 3 + 8 * 0.5 + 160 * 0.25
-    assert ring.exchange_seconds(5) == 4 * 0.5 + 4 * 128 * 0.25
 
 
 def test_ours_adds_headers_rows_tensors_and_a_pass_over_the_bytes() -> None:
     ring = _alpha_beta.Ring("by hand", call_seconds=3.0, alpha_seconds=0.5, beta_seconds=0.25)
-    ours = _alpha_beta.Ours(call_seconds=7.0, byte_seconds=0.125, tensor_seconds=2.0, row_seconds=11.0)
+    headers = _alpha_beta.Headers(message_seconds=0.5, row_seconds=11.0, per_host=8)
+    ours = _alpha_beta.Ours(call_seconds=7.0, byte_seconds=0.125, tensor_seconds=2.0)
 
-    assert ours.seconds(ring, 5, 100, tensors=13) == 47 + 130 + 7 + 12.5 + 26 + 55
+    # Of 5 ranks on a host, 2 hops, 8 messages and 4 + 4 x 5 rows of 184 bytes.
+    exchange = 2 * 0.5 + 8 * 0.5 + 24 * 184 * 0.25
+    assert headers.seconds(ring, 5) == exchange + 55
+    assert ours.seconds(ring, headers, 5, 100, tensors=13) == 47 + exchange + 55 + 7 + 12.5 + 26
 
 
 RUNS = list(product((2, 4, 16), (2**16, 2**20, 2**24)))
@@ -133,25 +138,26 @@ def test_of_two_ranks_alone_the_whole_constant_is_counted_as_hops() -> None:
 
 def test_short_times_count_as_much_as_long_ones() -> None:
     # (c - 1)^2 + (1000 c / 1500 - 1)^2 is least where c (1 + 4/9) = 1 + 2/3.
-    assert _alpha_beta.fit_costs([[1.0], [1000.0]], [1.0, 1500.0]) == pytest.approx([15 / 13])
+    assert _fit.fit_costs([[1.0], [1000.0]], [1.0, 1500.0]) == pytest.approx([15 / 13])
 
 
 def test_no_cost_is_below_zero() -> None:
     # The line through these falls: with no cost below 0, a constant alone comes nearest.
-    found = _alpha_beta.fit_costs([[1.0, 1.0], [1.0, 2.0]], [3.0, 2.0], scales=[1.0, 1.0])
+    found = _fit.fit_costs([[1.0, 1.0], [1.0, 2.0]], [3.0, 2.0], scales=[1.0, 1.0])
 
     assert found == [pytest.approx(2.5), 0.0]
-    assert _alpha_beta.fit_costs([[1.0], [2.0]], [-1.0, -2.0], scales=[1.0, 1.0]) == [0.0]
+    assert _fit.fit_costs([[1.0], [2.0]], [-1.0, -2.0], scales=[1.0, 1.0]) == [0.0]
 
 
 def test_what_ours_adds_is_recovered_from_runs_of_two_ranks() -> None:
     ring = _alpha_beta.Ring("true", 0.0, 2e-4, 1e-9)
-    ours = _alpha_beta.Ours(call_seconds=4e-4, byte_seconds=3e-10, tensor_seconds=5e-6, row_seconds=7e-6)
+    headers = _alpha_beta.Headers(message_seconds=2e-6, row_seconds=7e-6, per_host=8)
+    ours = _alpha_beta.Ours(call_seconds=4e-4, byte_seconds=3e-10, tensor_seconds=5e-6)
     keys = [key for key in RUNS if key[0] == 2]
     bare = {key: 1.1 * ring.seconds(*key) for key in keys}  # whatever the ring missed is no cost of ours
-    whole = {key: bare[key] + ours.seconds(ring, *key, tensors=4) - ring.seconds(*key) for key in keys}
+    whole = {key: bare[key] + ours.seconds(ring, headers, *key, tensors=4) - ring.seconds(*key) for key in keys}
 
-    found = _alpha_beta.fit_ours(ring, bare, whole, tensors=4, tensor_seconds=5e-6, row_seconds=7e-6)
+    found = _alpha_beta.fit_ours(ring, headers, bare, whole, tensors=4, tensor_seconds=5e-6)
 
     assert vars(found) == pytest.approx(vars(ours), rel=1e-6)
 
@@ -181,7 +187,13 @@ def test_residuals_tell_the_typical_and_the_worst() -> None:
     ring = _alpha_beta.Ring("by hand", call_seconds=1.0, alpha_seconds=0.0, beta_seconds=0.0)
 
     assert _alpha_beta.residuals(ring, {(2, 8): 2.0, (4, 8): 0.5}) == {(2, 8): -0.5, (4, 8): 1.0}
-    assert _alpha_beta.typical_and_worst({"a": 0.1, "b": -0.4, "c": 0.2}) == (0.2, "b")
+    assert _fit.typical_and_worst({"a": 0.1, "b": -0.4, "c": 0.2}) == (0.2, "b")
+
+
+def test_the_median_rank_and_the_hub_are_told_apart() -> None:
+    ranks = [(number == 2, {"ours": {"descriptors": count}}) for number, count in enumerate((14.0, 15.0, 28.0, 16.0))]
+
+    assert _control_plane.summarize_ranks(ranks) == {"ours": {"descriptors": {"median": 15.0, "hub": 28.0}}}
 
 
 def test_more_than_the_memory_is_refused_before_it_is_taken(

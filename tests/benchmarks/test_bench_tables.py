@@ -174,6 +174,7 @@ def test_the_charts_are_those_of_the_results_and_stand_beside_their_tables() -> 
     for name in tables.CHARTS:
         image = f"../docs/static/charts/{name.replace(' ', '-')}-light.svg"
         assert re.search(rf"!\[[^]]+\]\({image}\)\n\n<!-- table: {name} -->", page)
+    assert "](static/charts/header-growth-light.svg)" in (ROOT / "docs" / "multi-host.md").read_text(encoding="utf-8")
 
 
 def test_a_bar_of_a_chart_is_as_long_as_its_ratio_and_has_the_interval_of_the_median(tmp_path: Path) -> None:
@@ -199,3 +200,18 @@ def test_a_bar_of_a_chart_is_as_long_as_its_ratio_and_has_the_interval_of_the_me
     assert svg.count(' z"') == 1  # the tip of the cut bar
     ((low, high),) = re.findall(r'd="M([\d.]+) [\d.]+ H([\d.]+)"', svg)
     assert float(high) - float(low) == pytest.approx(2 * 0.314 * full / 2.5, abs=0.2)
+
+
+def test_a_chart_of_growth_has_points_for_runs_and_lines_for_models_on_axes_of_powers(tmp_path: Path) -> None:
+    ways = {"all_gather": {"exchange_ms": {"2": 1, "8": 100}}, "tree": {"exchange_ms": {"2": 1, "8": 10}}}
+    run = {"2": {"all_gather": {"median_ms": 1}, "tree": {"median_ms": 10}}}
+    path = tmp_path / "some.json"
+    path.write_text(json.dumps({"results": {"run": run, "modelled": [{"ways": ways}, {"ways": ways}]}}))
+
+    svg = tables.draw_growth("growth", tables.header_curves(path), tables.MODES["light"])
+
+    # 1 to 100 ms from y 300 up to y 62, 2 to 8 ranks from x 56 to x 416.
+    lines = re.findall(r'd="(M[^"]* L[^"]*)"', svg)
+    assert lines == ["M56.0 300.0 L416.0 62.0"] * 2 + ["M56.0 300.0 L416.0 181.0"] * 2
+    assert re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg) == [("56.0", "300.0"), ("56.0", "181.0")]
+    assert [svg.count(f">{text}<") for text in ("1 ms", "10 ms", "100 ms", "2", "8")] == [1] * 5

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -49,7 +50,7 @@ RUNS: list[tuple[str, int, str, dict[str, Any]]] = [
         "bench_agree",
         4,
         "header --hosts 2",
-        {"run": {"2": None, "4": ["barrier", "all_gather", "tree", "agree()"]}, "reasoned": None},
+        {"run": {"2": None, "4": ["barrier", "all_gather", "tree", "agree()"]}, "aims": {}, "modelled": None},
     ),
     (
         "bench_debug",
@@ -103,6 +104,12 @@ RUNS: list[tuple[str, int, str, dict[str, Any]]] = [
             "run, 1,000 tensors": None,
             "reasoned": {"ours": ["off", "info"]},
         },
+    ),
+    (
+        "bench_scale",
+        2,
+        "control --simulated 16",
+        {"processes": {"2": ["torch DDP", "ours", "process"]}, "simulated": {"16": None}, "verdicts": {}},
     ),
     (
         "_hosts_worker",
@@ -260,30 +267,57 @@ def test_a_benchmark_started_as_a_script_finds_its_neighbours_and_its_own_packag
     assert "--json" in run.stdout
 
 
-def test_a_ring_takes_a_hop_per_other_rank_and_doubling_one_per_power_of_two() -> None:
-    assert [_scaling.ring_hops(size) for size in (1, 2, 5, 16)] == [0, 1, 4, 15]
-    assert [_scaling.doubling_hops(size) for size in (1, 2, 5, 16, 17)] == [0, 1, 3, 4, 5]
+def test_a_ring_takes_a_hop_and_two_messages_per_other_rank() -> None:
+    assert _scaling.ring(5) == _scaling.Exchange(size=5, hops=4, messages=8, size_bytes=4 * 128, messages_of_each=8)
 
 
-def test_the_fitted_alpha_is_the_one_that_made_the_times() -> None:
-    assert _scaling.fit_alpha(_scaling.ring_hops, {2: 0.5, 4: 1.5, 16: 7.5}) == 0.5
+@pytest.mark.parametrize(
+    "size, per_host, hops, messages, down",
+    [
+        (2, 8, 2, 2, 1),  # a star of one host: up and down
+        (8, 8, 2, 14, 7),
+        (16, 8, 4, 7 + 1 + 1 + 7 + 7, 15),  # up 7 ranks, then a hub; down a hub and 7 ranks, then 7 ranks
+        (33, 1, 2, 64, 32),  # the hosts of a single level
+        (34, 1, 4, 66, 33),  # a hub below a hub
+        (264, 8, 4, 7 + 32 + 32 + 7 + 7, 46),
+    ],
+)
+def test_the_hubs_of_the_longest_way_send_to_the_ranks_below_one_after_the_other(
+    size: int, per_host: int, hops: int, messages: int, down: int
+) -> None:
+    row = 128 + 56
+
+    found = _scaling.tree(size, per_host)
+
+    assert (found.hops, found.messages, found.messages_of_each * size) == (hops, messages, 2 * (size - 1))
+    assert found.size_bytes == (size - 1) * row + down * size * row
 
 
-def test_the_most_ranks_are_those_whose_hops_and_bytes_just_fit() -> None:
-    network = _scaling.Network("by hand", alpha_seconds=2.0, beta_seconds=1 / 128)  # 3 s for each other rank
+def test_a_rank_waits_for_a_turn_of_the_others_on_its_core_at_each_message() -> None:
+    exchange = _scaling.Exchange(size=6, hops=4, messages=10, size_bytes=100, messages_of_each=5)
 
-    found = _scaling.limits(network, row_seconds=1.0, limit_seconds=30.0, sizes=[4])
+    for cores, turns in ((math.inf, 0), (8, 0), (6, 0), (2, 2 * 5)):
+        network = _scaling.Network(2.0, 0.5, 0.25, turn_seconds=3.0, cores=cores)
+        assert network.seconds(exchange) == 4 * 2 + 10 * 0.5 + 100 * 0.25 + turns * 3
 
-    assert found["all_gather"] == {
-        "exchange_ms": {"4": 9000.0},
-        "most_ranks": 11,  # 10 x 3 = 30
-        "most_ranks_with_reading": 8,  # 7 x 3 + 8 = 29
-    }
-    assert found["recursive_doubling"] == {
-        "exchange_ms": {"4": 7000.0},
-        "most_ranks": 21,  # 5 x 2 + 20 = 30
-        "most_ranks_with_reading": 11,  # 4 x 2 + 10 + 11 = 29
-    }
+
+def test_the_fitted_network_is_the_one_that_made_the_times() -> None:
+    network = _scaling.Network(3e-5, 4e-6, 1e-9, turn_seconds=2e-4, cores=2)
+    times = {size: network.seconds(_scaling.ring(size)) for size in (2, 4, 16, 64)}
+
+    found = _scaling.fit_network(_scaling.ring, times, message_seconds=4e-6, beta_seconds=1e-9, cores=2)
+
+    assert vars(found) == pytest.approx(vars(network))
+
+
+def test_a_hub_has_two_messages_for_each_rank_below() -> None:
+    assert _scaling.seconds_per_message({1: 5.0, 4: 11.0, 8: 19.0}) == pytest.approx(1.0)
+
+
+def test_the_most_ranks_are_those_whose_exchange_just_fits() -> None:
+    network = _scaling.Network(alpha_seconds=2.0, message_seconds=0.0, beta_seconds=1 / 128)  # 3 s for each other rank
+
+    assert _scaling.most_ranks(lambda size: network.seconds(_scaling.ring(size)), 30.0) == 11  # 10 x 3 = 30
 
 
 @pytest.mark.parametrize("count,low,high", [(2, 0, 1), (5, 0, 4), (6, 0, 5), (10, 1, 8), (40, 13, 26)])

@@ -59,7 +59,7 @@ def test_the_error_names_the_optimizer_the_parameters_and_what_to_do() -> None:
 
     assert str(caught.value) == (
         "step() of SGD would use gradients that were not reduced since the last backward:\n"
-        "  4 parameters, first '0.weight'\n"
+        "  4 parameters of the wrapped Sequential, first '0.weight'\n"
         "call model.all_reduce() between backward() and step(); a step meant for this\n"
         'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
         "switches this check off"
@@ -78,7 +78,7 @@ def test_one_parameter_that_backward_reached_after_the_call_is_enough() -> None:
     with refused(model, optimizer) as caught:
         optimizer.step()
 
-    assert "last backward:\n  parameter '2.bias'\ncall" in str(caught.value)
+    assert "last backward:\n  parameter '2.bias' of the wrapped Sequential\ncall" in str(caught.value)
     assert caught.value.parameter == "2.bias"
     assert_steps(model, SGD([model.module[0].weight], lr=0.1))  # holds reduced ones only
 

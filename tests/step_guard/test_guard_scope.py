@@ -191,7 +191,7 @@ def test_layers_that_are_ignored_may_step_by_themselves() -> None:
     backward(model)
 
     assert_steps(model, SGD(model.module[2].parameters(), lr=0.1))
-    with pytest.raises(UnsynchronizedStepError, match=r"2 parameters, first '0\.weight'"):
+    with pytest.raises(UnsynchronizedStepError, match=r"2 parameters of the wrapped \w+, first '0\.weight'"):
         SGD(model.parameters(), lr=0.1).step()
 
 
@@ -361,3 +361,18 @@ def test_importing_registers_nothing_and_unpickling_guards_in_a_process_without_
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
 
     assert (run.returncode, run.stdout, run.stderr) == (0, "refused\n", "")
+
+
+class Critic(nn.Sequential):
+    """A class of its own, to be named."""
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_error_names_the_wrapped_classes_of_a_script_with_several_wrappers() -> None:
+    """In a GAN both networks had the same names of parameters, and the text did not tell them apart."""
+    models = [Model(kind(nn.Linear(2, 1))) for kind in (nn.Sequential, Critic)]
+    optimizer = SGD([weight for model in models for weight in model.parameters()], lr=0.1)
+    for model, classes in zip(models, ("Sequential", "Sequential, Critic"), strict=True):
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(UnsynchronizedStepError, match=f"parameters of the wrapped {classes}, first"):
+            optimizer.step()

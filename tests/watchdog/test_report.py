@@ -558,6 +558,19 @@ def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answer
     assert [one.count for one in listeners] == [1 + twice, 1 + twice, 2]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_that_waits_for_a_disk_is_busy(listeners: list[_Answers], number: int) -> None:
+    """A rank that saved a checkpoint on a crowded machine was called idle, and got a report in place of a line."""
+    for listener in listeners:
+        listener.changes = {answer: {"busy_seconds": 0.0, "waits_for_disk": False} for answer in (1, 2)}
+    listeners[1].changes[number]["waits_for_disk"] = True
+    peers = [listener.server.endpoint for listener in listeners]
+
+    rows = poll_ranks(peers, peers[0], twice=True)
+
+    assert [row.is_busy for row in rows] == [False, True, False]
+
+
 def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(listeners: list[_Answers]) -> None:
     peers = [listener.server.endpoint for listener in listeners]
     view, background = GroupView(peers[2], peers), BackgroundTasks(2)
