@@ -36,10 +36,10 @@ that can be explained. exit status: 0 when done; 2 for an unknown NAME."""
 _PORT_EPILOG = """The diff is on stdout, for: legacy-ddp port train.py | patch -p1
 For a SCRIPT outside of the present folder: patch -p1 -d /
 Remarks are on stderr, with pages of the documentation: a "note" says what a
-change means, a "decide" what is left to you. SCRIPT is read, and neither changed
-nor run.
-exit status: 0 the diff is complete, with notes or without; 2 a "decide" is left,
-nothing to port, or error."""
+change means, a "decide" what is left to you. SCRIPT is read, and neither
+changed nor run.
+exit status: 0 the diff is complete, with notes or without; 2 a "decide" is
+left, nothing to port, or error."""
 # Read in a fraction of a second.
 SILENT_BYTES = 20_000_000
 _COLUMNS = 80
