@@ -94,8 +94,8 @@ class Checks:
             changed on every rank since the first forward, and running statistics of torch's normalisation layers that
             differ and have changed on a rank where the layer is in training. Statistics of frozen layers are compared.
         warn_after_seconds: seconds that a rank waits, or that a payload runs on a device, before a warning names the
-            missing ranks and their activity. On a process group the value of the first wrapper counts, as for
-            ``report_dir``.
+            missing ranks and their activity, from the third call on. On a process group the value of the first wrapper
+            counts, as for ``report_dir``.
         report_dir: the directory for the report file of every rank; None: the system's temporary directory.
 
     Raises:

@@ -364,7 +364,8 @@ def _on_evaluation(wrappers: Wrappers) -> Iterator[Finding]:
         name = wrappers.name_at(call) if called_name(call) == "eval" else ""
         if name:
             text = (
-                f"with BatchNorm, an evaluation on all ranks needs {name}.broadcast_buffers() on every rank before it"
+                f"if the model has BatchNorm and all ranks evaluate, call {name}.broadcast_buffers() on every rank "
+                "before; an evaluation on one rank needs nothing"
             )
             yield Finding(call.lineno, "evaluation", text)
 

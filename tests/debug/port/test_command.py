@@ -80,8 +80,9 @@ def test_the_exit_status_says_complete_or_not(tmp_path: Path, capsys: pytest.Cap
         " optimizer.step()",
     ]
     assert " ".join(incomplete.err.split()) == (
-        f"{open_script}:4: decide: with BatchNorm, an evaluation on all ranks needs model.broadcast_buffers() on every "
-        f"rank before it (also line 7) docs/migration.md#batchnorm-and-evaluation {ON_SITE}"
+        f"{open_script}:4: decide: if the model has BatchNorm and all ranks evaluate, call "
+        "model.broadcast_buffers() on every rank before; an evaluation on one rank needs nothing (also line 7) "
+        f"docs/migration.md#batchnorm-and-evaluation {ON_SITE}"
     )
 
 
