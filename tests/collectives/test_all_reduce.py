@@ -369,7 +369,8 @@ def test_gradient_of_another_dtype_than_its_parameter_is_never_rounded(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_rank_leaves_a_plain_mean_bitwise_unchanged_and_divides_by_sample_size(dtype: torch.dtype) -> None:
     real = torch.tensor([1.001, -0.0, math.inf, 6e-8, 6e4, math.nan]).to(dtype)
-    grads: Grads = [real, sparse_of([0, 4], real[:2])]
+    # Sparse without -0.0: torch's coalesce() on CUDA begins each sum with 0.0.
+    grads: Grads = [real, sparse_of([0, 4], real[::2][:2])]
     like = [torch.zeros(6, dtype=dtype), torch.zeros(5, dtype=dtype)]
     three: Grads = [torch.full((2,), 24.0).to(dtype), sparse_of([2], torch.full((1,), 24.0).to(dtype))]
     eight: Grads = [torch.full((2,), 8.0).to(dtype), sparse_of([2], torch.full((1,), 8.0).to(dtype))]
