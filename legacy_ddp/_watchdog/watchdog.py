@@ -244,7 +244,8 @@ class FailureRecord:
             self._missing = report.missing
         self._policy.save(report, "from this rank alone, before any other rank was asked:\n")
         if logs:
-            missing = "" if failure.ranks else report.summary
+            # Before a poll a rank of another host may be the missing one: the reason alone may say more.
+            missing = report.summary if report.missing and not failure.ranks else ""
             self._policy.notify_loss(format_loss(rows[self._view.own.rank], failure.reason, missing), report)
 
     def finalize(self, report: Report) -> Report:

@@ -50,9 +50,9 @@ def _without_a_wrapper(rank: int) -> tuple[list[str], list[float]]:
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_the_function_comes_to_shared_memory_in_its_second_call(transport: str) -> None:
-    """The first call on a group finds out that the ranks share a host, after its gradients are packed."""
-    assert run_ranks(_without_a_wrapper, 2) == [(["gloo", "host", "host"], [0.5, 1.5, 2.5])] * 2
+def test_the_function_uses_shared_memory_from_its_first_call_on(transport: str) -> None:
+    """The ranks know that they share a host before the gradients are packed."""
+    assert run_ranks(_without_a_wrapper, 2) == [(["host"] * 3, [0.5, 1.5, 2.5])] * 2
 
 
 def _kept(rank: int, keeps: tuple[int, ...]) -> tuple[list[float], list[float], bool]:
