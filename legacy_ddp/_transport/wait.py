@@ -23,6 +23,7 @@ from legacy_ddp._watchdog import Failure
 
 # Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run. The end of a slice breaks nothing.
 SLICE = timedelta(milliseconds=100)
+_NOTICE_SECONDS = 0.1  # between an error of gloo and a notice of the same rank, of which the sender needs milliseconds
 
 T = TypeVar("T")
 
@@ -79,6 +80,14 @@ class Gatherer:
         while not self._is_done(work, start):
             self._check_watchdog(time.perf_counter() - start)
             self._look_at_star(start)
+
+    def _await_notice(self, start: float) -> None:
+        """After an error of gloo: raise the error for a notice, which says more. It may come a moment later than gloo's
+        error, because a rank that leaves drops its operations on gloo first."""
+        deadline = time.perf_counter() + _NOTICE_SECONDS
+        while time.perf_counter() < deadline:
+            self._look_at_star(start)
+            time.sleep(_NOTICE_SECONDS / 20)
 
     def _look_at_star(self, start: float) -> None:
         """Raise the error for a notice of a lost rank; gloo tells it only to the ranks connected to the lost rank."""
@@ -227,6 +236,7 @@ class Gatherer:
     def _is_done(self, work: Any, start: float) -> bool:
         outcome = _poll(work)
         if isinstance(outcome, RuntimeError):
+            self._await_notice(start)
             raise self.lost_error(outcome, time.perf_counter() - start) from None  # quotes the text of gloo
         return outcome is True
 
