@@ -313,7 +313,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks."""
+        """The process group on which the wrapper communicates."""
         return self._group.resolve()
 
     @process_group.setter

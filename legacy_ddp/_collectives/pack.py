@@ -216,7 +216,7 @@ def _number_of_items(sample_size: SupportsIndex) -> int:
 
 
 def _name_type(value: object) -> str:
-    """The type; of an array or a tensor with dtype and shape."""
+    """The name of the type of ``value``. For an array or a tensor, dtype and shape follow."""
     form = (
         f" of {value.dtype}, shape {tuple(value.shape)}" if hasattr(value, "dtype") and hasattr(value, "shape") else ""
     )

@@ -140,7 +140,7 @@ class GroupReducer(Reducer):
     """All-reduce of dense gradients on the group of each device, in stretches of at most ``buffer_size`` elements."""
 
     def reduce(self, call: Call, payload: Payload) -> int:
-        """All collectives are started before the first wait."""
+        """Start all collectives, then wait for each of them."""
         started, divisor = [], payload.divisor
         for (buffer, share), runs in zip(self.buffers_of(payload), self.dense_runs(payload), strict=True):
             fill_missing(payload, buffer, share, runs, buffer.flat)

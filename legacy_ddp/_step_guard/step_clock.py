@@ -6,7 +6,7 @@ from time import perf_counter
 
 @dataclass(slots=True)
 class StepClock:
-    """Divides the time between two calls of this rank into three parts, on the host.
+    """Measures three parts of the time between two calls of this rank, by the clock of the host.
 
     ``forward``: in forward passes of the wrapper. ``backward``: from the end of each to the last gradient that was
     added before the next, so with the loss. ``data``: everything else, such as the loading of data, the optimizer

@@ -1,4 +1,4 @@
-"""Tensors: memory, comparison of many, hooks; hooks of optimizers; compiler, tracer and profiler; gradient scalers."""
+"""Calls of torch: tensors (memory, comparison, hooks), optimizer hooks, compiler, profiler and gradient scalers."""
 
 import gc
 import sys

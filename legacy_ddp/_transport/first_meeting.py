@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._compare import name_ranks
@@ -239,29 +239,20 @@ class _Meeting:
             kind, text, ranks = json.loads(self._store.get(_ERROR))
             raise _ERRORS[kind](text, ranks=tuple(ranks), phase="agree")
 
-    def check(self) -> None:
-        """Call this in every wait."""
+    def check(self, who: str = "a rank") -> None:
+        """Call this in every wait. ``who``: the rank that this rank waits for, in the text of the timeout."""
         self.check_error()
         if time.monotonic() > self._deadline:
-            self._raise_late("a rank")
+            seconds = f"{self._timeout.total_seconds():g} s"
+            raise SyncTimeoutError(
+                f"{_NAME}: {who} did not connect within {seconds}; look at the output of these processes", phase="agree"
+            )
 
     def _read(self, key: str, who: str) -> dict[str, Any]:
         """What another rank sets at ``key``."""
-        pause = _SHORTEST_PAUSE_SECONDS
-        while not self._store.check([key]):
-            self.check_error()
-            if time.monotonic() > self._deadline:
-                self._raise_late(who)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        _ask_until(lambda: self._store.check([key]), lambda: self.check(who))
         place: dict[str, Any] = json.loads(self._store.get(key))
         return place
-
-    def _raise_late(self, who: str) -> NoReturn:
-        seconds = f"{self._timeout.total_seconds():g} s"
-        raise SyncTimeoutError(
-            f"{_NAME}: {who} did not connect within {seconds}; look at the output of these processes", phase="agree"
-        )
 
 
 def _await_members(
@@ -269,9 +260,9 @@ def _await_members(
 ) -> None:
     """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
     store.add(_ARRIVALS, 1)
-    deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE_SECONDS
-    # Polls one counter: the store's own wait fills the terminal with its timeouts.
-    while store.add(_ARRIVALS, 0) < (generation + 1) * size:
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def check() -> None:
         if time.monotonic() > deadline:
             # Not by arrivals: a rank may still wait for the hub of its host, which is the missing one.
             missing = [other for other in range(size) if not of_generation.check([f"begun/{other}"])]
@@ -282,5 +273,15 @@ def _await_members(
                 ranks=missing,
                 phase="agree",
             )
+
+    _ask_until(lambda: store.add(_ARRIVALS, 0) >= (generation + 1) * size, check)
+
+
+def _ask_until(is_done: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Ask until ``is_done()``, with ``check()`` before each pause; it may raise. A wait in the store itself would be
+    blocked by a stopped owner of the store, and fill the terminal with its timeouts."""
+    pause = _SHORTEST_PAUSE_SECONDS
+    while not is_done():
+        check()
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -243,7 +243,7 @@ class Star:
         return found
 
     def look(self) -> None:
-        """Follow a notice that has arrived; call this in waits elsewhere.
+        """Raise the error for a notice that has arrived. Does not wait: a wait for something else calls it regularly.
 
         Raises:
             StarLostError: a rank tells of a lost rank. StarTimeoutError: a rank gave up its wait.

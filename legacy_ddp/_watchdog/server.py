@@ -163,7 +163,7 @@ class StatusServer:
             self._thread.join(ANSWER_SECONDS)
 
     def wake(self) -> None:
-        """End the present wait of the thread: ``look`` has a new answer."""
+        """Wake up the thread, because ``look`` has a new answer."""
         with suppress(OSError):
             self._wake_sender.send(b"x")
 

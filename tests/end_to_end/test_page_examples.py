@@ -2,8 +2,10 @@
 
 import re
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +121,9 @@ def test_every_subcommand_and_its_options_exist() -> None:
     assert seen >= 20
 
 
-_told: dict[str, Any] = {}
-
-
-def _help(subcommand: str) -> Any:
-    if subcommand not in _told:
-        _told[subcommand] = fork_script("-m", "legacy_ddp", subcommand, "--help")
-    return _told[subcommand]
+@cache
+def _help(subcommand: str) -> subprocess.CompletedProcess[str]:
+    return fork_script("-m", "legacy_ddp", subcommand, "--help")
 
 
 @pytest.mark.parametrize("page", [ROOT / ".ci" / "run", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))

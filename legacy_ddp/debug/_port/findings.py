@@ -312,7 +312,7 @@ def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Fin
 
 
 def _on_clipping(script: Script, step: Step) -> Iterator[Finding]:
-    """Clipping of gradients that a GradScaler has scaled."""
+    """The calls that clip gradients which the GradScaler has scaled and not unscaled."""
     calls = [node for node in readers(step.scope) if isinstance(node, ast.Call)]
     is_scaled = any(".scale(" in ast.unparse(call) for call in step.backwards)
     if is_scaled and "unscale_" not in [*map(called_name, calls)]:

@@ -49,9 +49,10 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Curve:
-    """The first and the last recorded value of a metric, or of a value logged by ``ranks``, of the lowest of them.
+    """The first and the last recorded value of a metric, or of a logged value.
 
-    ``first``, ``last``: step and value; NaN and infinity as text.
+    ``ranks``: that recorded the value. ``first``, ``last``: step and value of the lowest of these ranks; NaN and
+    infinity as text.
     """
 
     name: str
