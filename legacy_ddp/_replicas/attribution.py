@@ -306,7 +306,7 @@ def attribute(sides: str, minority: Sequence[int], has_evidence: Sequence[bool],
     """
     implicated = () if all(has_evidence) else tuple(rank for rank, is_proven in enumerate(has_evidence) if is_proven)
     if not minority and not implicated:
-        return Verdict(who=f"cannot attribute: {sides}, no majority")
+        return Verdict(who=f"a count cannot tell: {sides}, no majority")
     proof = [f"{name_ranks(implicated)}: {evidence}"] if implicated else []
     has_doubt = bool(minority) and not set(implicated) <= set(minority)  # evidence against a rank of the majority
     doubt = ["count and evidence disagree"] if has_doubt else []

@@ -82,7 +82,8 @@ def compare_headers(call: Call, rows: Sequence[Header], own: LocalState, *, deta
     local = [] if own.gradients is None else [rank for rank, row in enumerate(rows) if row.micro_batches]
     items = [*own.shared, *(() if local else own.gradients or ())]
     if len({(row.replica, 0 if local else row.gradients) for row in rows}) == 1:
-        report = ReplicaReport(str(call), call.groups.size, _count_kinds(items))
+        present = [item for item in items if item.kind != "gradients" or isinstance(item.value, torch.Tensor)]
+        report = ReplicaReport(str(call), call.groups.size, _count_kinds(present))
     else:
         report = compare_items(call, items, own.snapshot, details=details)
     note = f"gradients not compared: those of {name_ranks(local)} are from a backward since the last all_reduce()"

@@ -168,7 +168,15 @@ class ReplicaReport:
         others = [
             item for item in self.differences if item.kind != "optimizer" or (item.elements and item.name not in single)
         ]
-        return [*lines, *map(str, others[:MAX_LINES]), *_count_more(len(others))]
+        return [*lines, *self._describe_others(others)]
+
+    def _describe_others(self, others: list[ReplicaDifference]) -> list[str]:
+        """The first of them. Where all of many parameters differ, ten of their names tell nothing."""
+        has_all = all(item.kind == "parameters" for item in others) and len(others) == self.compared.get("parameters")
+        detailed = [item for item in others if item.elements]
+        if has_all and detailed and len(others) > MAX_LINES:
+            return [*map(str, detailed), f"  ... and the other {len(others) - len(detailed)}: all parameters differ"]
+        return [*map(str, others[:MAX_LINES]), *_count_more(len(others))]
 
     def _notes(self) -> list[str]:
         if not self.generators or self.size == 1:

@@ -50,14 +50,10 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raise before anything changes if the step would use a gradient of this rank alone."""
     if not is_any_counting():
         return
-    hooks = [
-        hook
-        for group in optimizer.param_groups
-        for parameter, hook in unsynchronized(group["params"])
-        # Zeros change no step: zero_grad(set_to_none=False) leaves zeros of a dropped gradient.
-        if hook.policy.has_leaves or (parameter.grad is not None and has_nonzero(parameter.grad))
-    ]
-    if hooks:
+    found = [pair for group in optimizer.param_groups for pair in unsynchronized(group["params"])]
+    # Zeros change no step: zero_grad(set_to_none=False) leaves zeros of a dropped gradient.
+    if any(hook.policy.has_leaves or (at.grad is not None and has_nonzero(at.grad)) for at, hook in found):
+        hooks = [hook for at, hook in found if hook.policy.has_leaves or at.grad is not None]
         error = UnsynchronizedStepError(_text(optimizer, hooks), parameter=hooks[0].name)
         shorten_display(error)
         raise error

@@ -35,6 +35,7 @@ _EXPLAIN_EPILOG = """NAME is the class of an error, or the title of a section; w
 that can be explained. exit status: 0 when done; 2 for an unknown NAME."""
 _PORT_EPILOG = """The diff is on stdout, for: legacy-ddp port train.py | patch -p1
 For a SCRIPT outside of the present folder: patch -p1 -d /
+To keep the script: legacy-ddp port train.py -o train_legacy.py
 Remarks are on stderr, with pages of the documentation: a "note" says what a
 change means, a "decide" what is left to you. SCRIPT is read, and neither
 changed nor run.
@@ -95,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         "port", help="the changes of a script from torch DDP, as a diff", epilog=_PORT_EPILOG, formatter_class=raw
     )
     porting.add_argument("script", metavar="SCRIPT", type=_path, help="a Python file that uses torch DDP")
+    porting.add_argument(
+        "-o", "--output", type=_path, metavar="FILE", help="write the changed script to a new FILE, too"
+    )
     for command, run in ((diff, _diff), (show, _show), (report, _report), (explain, _explain), (porting, _port)):
         command.set_defaults(command=run)
     return parser
@@ -159,6 +163,8 @@ def _explain(given: argparse.Namespace) -> int:
 def _port(given: argparse.Namespace) -> int:
     try:
         found = port(given.script)
+        if given.output:
+            found.write(given.output)
     except ScriptError as error:
         return _fail(f"error: {error}")
     if sys.stdout and hasattr(sys.stdout, "reconfigure"):

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from legacy_ddp._replicas.attribution import (
     attribute_kinds,
     attribute_values,
 )
+from legacy_ddp._replicas.element_compare import compare_elements
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
 
 # Attribution of a difference from the digests and values of all ranks. Pure
@@ -91,7 +94,7 @@ def test_the_first_thing_that_differs_is_the_phase(
     of_two, of_three = attribute_digests([clean, faulty], 4), attribute_digests([clean, faulty, clean], 4)
 
     assert (of_two.phase, of_two.since, of_two.ranks) == (phase, since, (1,) if has_evidence else ())
-    assert of_two.who.startswith("cannot attribute") == (not has_evidence)
+    assert of_two.who.startswith("a count cannot tell") == (not has_evidence)
     assert (of_three.phase, of_three.since, of_three.ranks) == (phase, since, (1,))
     assert of_three.who.startswith("rank 1 against ranks 0, 2 (2 of 3 ranks agree)")
     assert ("; rank 1: " in of_three.who) == has_evidence
@@ -293,7 +296,7 @@ def test_any_values_are_attributed_by_the_rule(held: list[tuple[int, bool]]) -> 
     assert set(found.implicated) == proven
     disagree = bool(_minority(values)) and bool(proven - _minority(values))
     assert ("disagree" in found.who) == disagree
-    assert ("cannot attribute" in found.who) == (not found.ranks and not disagree)
+    assert ("a count cannot tell" in found.who) == (not found.ranks and not disagree)
     assert ("wrote alone" in found.who) == bool(proven)
     assert ("ranks agree" in found.who) == (2 * max(Counter(values).values()) > len(values))
 
@@ -301,8 +304,8 @@ def test_any_values_are_attributed_by_the_rule(held: list[tuple[int, bool]]) -> 
 @pytest.mark.parametrize(
     "values, has_evidence, ranks, words",
     [
-        ("ab", (False, False), (), "cannot attribute: rank 1 against rank 0, no majority"),
-        ("ab", (True, True), (), "cannot attribute: rank 1 against rank 0, no majority"),
+        ("ab", (False, False), (), "a count cannot tell: rank 1 against rank 0, no majority"),
+        ("ab", (True, True), (), "a count cannot tell: rank 1 against rank 0, no majority"),
         ("ab", (True, False), (0,), "rank 1 against rank 0; rank 0: wrote alone"),
         ("aba", (False,) * 3, (1,), "rank 1 against ranks 0, 2 (2 of 3 ranks agree)"),
         (
@@ -318,10 +321,10 @@ def test_any_values_are_attributed_by_the_rule(held: list[tuple[int, bool]]) -> 
             (3, 4),
             "rank 4 against rank 3 against ranks 0-2 (3 of 5 ranks agree); rank 4: wrote alone",
         ),
-        ("abc", (False,) * 3, (), "cannot attribute: every rank has its own, no majority"),
+        ("abc", (False,) * 3, (), "a count cannot tell: every rank has its own, no majority"),
         ("aabb", (False, False, True, True), (2, 3), "ranks 2-3 against ranks 0-1; ranks 2-3: wrote alone"),
         ("aaabc", (), (3, 4), "rank 4 against rank 3 against ranks 0-2 (3 of 5 ranks agree)"),
-        ("aabc", (), (), "cannot attribute: rank 3 against rank 2 against ranks 0-1, no majority"),
+        ("aabc", (), (), "a count cannot tell: rank 3 against rank 2 against ranks 0-1, no majority"),
     ],
 )
 def test_the_text_shows_sides_count_and_evidence(
@@ -442,6 +445,25 @@ def test_differences_beyond_ten_are_counted() -> None:
     assert sum("against" in line and "parameter 'p" in line for line in lines) == 10
     assert lines[-1] == "  ... 3 more"
     assert "13 of 20 parameters" in lines[0]
+
+
+@pytest.mark.parametrize(
+    "shown, other, last",
+    [
+        (2, "", "  ... and the other 18: all parameters differ"),
+        (0, "", "  ... 10 more"),
+        (2, "buffers", "  ... 11 more"),
+    ],
+)
+def test_names_that_tell_nothing_are_left_out_where_all_parameters_differ(shown: int, other: str, last: str) -> None:
+    element = compare_elements(torch.zeros(2), torch.ones(2))
+    found = [_difference(f"parameter 'p{index:02d}'") for index in range(20)]
+    found = [replace(item, elements={1: element} if index < shown else {}) for index, item in enumerate(found)]
+
+    lines = str(_report(*found, *([_difference("buffer 'b'", other)] if other else []))).splitlines()
+
+    assert lines[-1] == last
+    assert sum("parameter 'p" in line for line in lines) == (10 if other or not shown else shown)
 
 
 def test_ten_differences_are_all_listed() -> None:

@@ -39,7 +39,12 @@ _MOVE = "torch DDP moves batches to the device, this wrapper does not"
 _ANY_GRAPH = "no hook in backward waits for a parameter, so each step may use different ones"
 _NO_OVERLAP = "it tunes the overlap with backward, and there is no overlap"
 _BUFFERS = "forward sends no buffers; broadcast_buffers() does, before an evaluation and before a checkpoint"
-_NO_BUFFERS = "forward sends no buffers here, so that False needs nothing in its place"
+_NO_SYNC = "forward sends no buffers here, so that False needs nothing in its place"
+_NO_BUFFERS = (
+    "forward sends no buffers here; the constructor sends those of rank 0, unlike torch DDP with False: buffers with "
+    "values of each rank belong into ignore="
+)
+_ONE_RANK = re.compile(r"(?i)(\b|_)rank(\(\))? == 0|\bnot [\w.]*rank\b|(\b|_)(master|main)(_process|_rank)?\b")
 _BY_HAND = "nothing takes its place; read what it was for"
 # Arguments of torch DDP in its order: the name here, or why it goes; whether that is a decision.
 ARGUMENTS = {
@@ -183,17 +188,33 @@ def _on_arguments(wrappers: Wrappers) -> Iterator[Finding]:
     for call in wrappers.made:
         stars = [index for index, argument in enumerate(call.args) if isinstance(argument, ast.Starred)]
         plain: list[ast.expr | ast.keyword] = [*(call.args[: stars[0]] if stars else call.args)]
+        found: list[Finding] = []
         for name, node in [*zip(ARGUMENTS, plain, strict=False), *((word.arg, word) for word in call.keywords)]:
             try:
-                yield from _on_argument(wrappers, call, name, node) if name else ()
+                found += _on_argument(wrappers, call, name, node) if name else ()
             except UnclearError as error:
-                yield Finding(error.line, "arguments", str(error))
+                found.append(Finding(error.line, "arguments", str(error)))
+        yield from found
+        yield from _on_lines(wrappers.script, call, found)
         if stars or None in [word.arg for word in call.keywords]:
             text = "arguments in * or ** are not seen here; remove those of torch DDP alone"
             yield Finding(call.lineno, "arguments", text)
     for call in wrappers.unassigned:
         text = "no variable of this file holds the wrapper; call its all_reduce() in each step"
         yield Finding(call.lineno, "call", text)
+
+
+def _on_lines(script: Script, call: ast.Call, found: list[Finding]) -> Iterator[Finding]:
+    """A constructor of several lines in one, where the module is all that is left of its arguments."""
+    removed = [edit for finding in found for edit in finding.edits if not edit.text]
+    arguments = [*call.args, *call.keywords]
+    begin, end = script.end(call.func), script.end(call)
+    if call.lineno == call.end_lineno or len(removed) != len(arguments) - 1 or "#" in script.text[begin:end]:
+        return
+    (left,) = [node for node in arguments if not any(at.start <= script.start(node) < at.end for at in removed)]
+    text = script.text[script.start(left) : script.end(left)]
+    if "\n" not in text and "\r" not in text:
+        yield Finding(call.lineno, "arguments", "", False, (Edit(begin, end, f"({text})"),))
 
 
 def _on_argument(wrappers: Wrappers, call: ast.Call, name: str, node: ast.expr | ast.keyword) -> Iterator[Finding]:
@@ -203,7 +224,7 @@ def _on_argument(wrappers: Wrappers, call: ast.Call, name: str, node: ast.expr |
         return
     reason, is_open = ARGUMENTS[name]
     if reason == _BUFFERS and ast.unparse(value) == "False":
-        reason = _NO_BUFFERS
+        reason = _NO_BUFFERS if name == "broadcast_buffers" else _NO_SYNC
     elif reason == _MOVE:
         line = _line_that_moves(wrappers)
         is_open = not line
@@ -241,14 +262,22 @@ def _on_steps(wrappers: Wrappers) -> Iterator[Finding]:
         yield from _on_step(wrappers, step)
     for call in script.calls:
         if re.fullmatch(r"(\w*_)?scaler", called_name(call)) and optimizer_of(call):
-            text = "this call may run backward() and step(): all_reduce() goes between them, in the function called"
+            text = (
+                "this call may run backward() and step(): all_reduce() goes between them, in the function called, "
+                "which needs the wrapper for it"
+            )
             yield Finding(call.lineno, "call", text)
     if len(wrappers.all) > 1:
         text = f"{len(wrappers.all)} wrappers: all ranks make the calls of each step in the same order"
         yield Finding(wrappers.all[0].made[0].lineno, "wrappers", text, False)
     if wrappers.all and not steps:
-        text = "this file has no backward(); call all_reduce() where the training step is"
-        yield Finding(wrappers.all[0].made[0].lineno, "call", text)
+        made = wrappers.all[0].made[0]
+        is_conditional = any(wrappers.is_conditional(wrapper, script.tree.body[-1]) for wrapper in wrappers.all)
+        guard = (
+            ', after hasattr(model, "all_reduce"): the module is wrapped under a condition' if is_conditional else ""
+        )
+        text = f"this file has no backward(); call all_reduce() where the training step is{guard}"
+        yield Finding(made.lineno, "call", text)
 
 
 def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
@@ -256,7 +285,8 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
     named = wrappers.of_step(step)
     if not named or place is None:
         what = "which wrapper this backward() is for" if place else "the optimizer step of this backward()"
-        text = f"{what} is not seen here; all_reduce() of the wrapper goes between backward() and the step"
+        where = _where(place) if place else "between backward() and the step"
+        text = f"{what} is not seen here; all_reduce() of the wrapper goes {where}, before unscale_() and clipping"
         yield Finding(line, "call", text)
         return
     lines = []
@@ -292,6 +322,12 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
             f"for its bits add {calls} after {ends}, too"
         )
         yield Finding(line, "backwards", text)
+
+
+def _where(place: Place) -> str:
+    if place.is_before:
+        return f"before line {place.statement.lineno}, under the condition of the step"
+    return f"after line {place.statement.end_lineno}"
 
 
 def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Finding]:
@@ -333,10 +369,17 @@ def _indent(script: Script) -> str:
 
 def _on_settings(wrappers: Wrappers) -> Iterator[Finding]:
     """Assignments that are an AttributeError here."""
-    for node in wrappers.script.nodes:
+    script, steps = wrappers.script, find_steps(wrappers.script)
+    places = [place_of(script, step) for step in steps if wrappers.of_step(step)]
+    for node in script.nodes:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == "require_backward_grad_sync":
-            text = "require_backward_grad_sync is removed: only all_reduce() sends; check that it runs once per step"
-            yield Finding(node.lineno, "accumulation", text, edits=(wrappers.script.replacement(node, "pass"),))
+            around = [*script.ancestors(node)]
+            # The call stands behind the loop of micro-batches, or under the condition of the optimizer step.
+            is_once = any(place and (place.is_before or place.statement in around) for place in places)
+            text = "require_backward_grad_sync is removed: only all_reduce() sends" + (
+                ", once per optimizer step" if is_once else "; check that it runs once per step"
+            )
+            yield Finding(node.lineno, "accumulation", text, not is_once, (script.statement_removal(node),))
 
 
 def _on_batch_norm(wrappers: Wrappers) -> Iterator[Finding]:
@@ -362,12 +405,24 @@ def _on_evaluation(wrappers: Wrappers) -> Iterator[Finding]:
         return
     for call in wrappers.script.calls:
         name = wrappers.name_at(call) if called_name(call) == "eval" else ""
-        if name:
+        if name and not _is_of_one_rank(wrappers.script, call):
             text = (
                 f"if the model has BatchNorm and all ranks evaluate, call {name}.broadcast_buffers() on every rank "
                 "before; an evaluation on one rank needs nothing"
             )
             yield Finding(call.lineno, "evaluation", text)
+
+
+def _is_of_one_rank(script: Script, call: ast.Call) -> bool:
+    """Whether a call, or each call of its function, stands under a condition such as ``if rank == 0:``."""
+    calls = script.calls_of(script.scope(call))
+    return _is_under_rank(script, call) or (bool(calls) and all(_is_under_rank(script, at) for at in calls))
+
+
+def _is_under_rank(script: Script, node: ast.AST) -> bool:
+    around = [(block, script.parent(block[0])) for block, _ in script.path(node)]
+    tests = [ast.unparse(at.test) for block, at in around if isinstance(at, ast.If) and block is at.body]
+    return any(_ONE_RANK.search(test) for test in tests)
 
 
 def _on_names(wrappers: Wrappers) -> Iterator[Finding]:
@@ -380,6 +435,7 @@ def _on_names(wrappers: Wrappers) -> Iterator[Finding]:
                 if re.fullmatch(pattern, name):
                     yield Finding(node.lineno, page, text, is_open)
         if isinstance(node, ast.Call) and called_name(node) == "DistributedSampler" and not sets_epoch:
-            yield Finding(node.lineno, "sampler", "without sampler.set_epoch(epoch) every epoch has the same order")
+            text = "without sampler.set_epoch(epoch) every epoch has the same order, as under torch DDP"
+            yield Finding(node.lineno, "sampler", text, False)
         if isinstance(node, ast.Constant) and node.value == "DistributedDataParallel":
             yield Finding(node.lineno, "class", "this text names torch's class; check what is done with it")

@@ -54,6 +54,19 @@ class Port:
         )
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in found)
 
+    def write(self, path: Path) -> None:
+        """Write the changed script to a new file.
+
+        Raises:
+            ScriptError: there is such a file.
+            OSError: the file cannot be written.
+        """
+        try:
+            with path.open("xb") as file:
+                file.write(self.after.encode())
+        except FileExistsError as error:
+            raise ScriptError(f"{path} exists, and is not overwritten; remove it, or name another file") from error
+
     def remark_lines(self) -> list[str]:
         """The findings with a text, in lines of 80 columns. Equal findings are one, with all lines of the script."""
         lines: dict[tuple[bool, str, str], set[int]] = {}

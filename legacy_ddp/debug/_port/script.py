@@ -184,6 +184,29 @@ class Script:
         at = self._starts[first - 1 if is_before else last]
         return Edit(at, at, text)
 
+    def statement_removal(self, statement: ast.stmt) -> Edit:
+        """The edit that removes a statement with its lines, and an ``if`` that holds nothing else with its comments.
+
+        ``pass`` stands in its place where the block would be empty, or where the line has other code.
+        """
+        around = self.parent(statement)
+        block, _ = self._places[statement]
+        if isinstance(around, ast.If) and block is around.body and len(block) == 1 and self._is_removable(around):
+            return self.statement_removal(around)
+        first, last = statement.lineno, statement.end_lineno or statement.lineno
+        try:
+            self.insertion(statement, [], is_before=False)
+        except UnclearError:
+            return self.replacement(statement, "pass")
+        if len(block) == 1:
+            return self.replacement(statement, "pass")
+        return Edit(self._starts[first - 1], self._starts[last], "")
+
+    def _is_removable(self, node: ast.If) -> bool:
+        """Whether it has no other branch, is none, and its condition calls nothing."""
+        is_branch = self.text.startswith("elif", self.start(node))
+        return not node.orelse and not is_branch and not any(isinstance(at, ast.Call) for at in ast.walk(node.test))
+
     def item_removal(self, node: Located) -> Edit:
         """The edit that removes an argument of a call or a name of an import, its comma, and a line left empty.
 

@@ -135,7 +135,7 @@ def place_of(script: Script, step: Step) -> Place | None:
     if last >= first:
         return None
     condition, between = block[first], block[last + 1 : first]
-    if not isinstance(condition, ast.If) or condition.orelse:
+    if not isinstance(condition, ast.If) or any(path[depth + 1][0] is not condition.body for path in step_paths):
         return Place(
             block[last], is_rare=any(isinstance(node, ast.Continue) for at in between for node in ast.walk(at))
         )

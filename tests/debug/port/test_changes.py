@@ -81,7 +81,19 @@ BODIES = {
     "a setting of torch DDP": (
         "for x in xs:\n    model.require_backward_grad_sync = x is last  # why\n"
         "    model(x).backward()\noptimizer.step()\n",
-        "for x in xs:\n    pass  # why\n    model(x).backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "for x in xs:\n    model(x).backward()\nmodel.all_reduce()\noptimizer.step()\n",
+    ),
+    "a setting of torch DDP under a condition": (
+        "for x in xs:\n    if ddp and x:\n        # why\n        model.require_backward_grad_sync = x is last\n"
+        "    model(x).backward()\noptimizer.step()\n",
+        "for x in xs:\n    model(x).backward()\nmodel.all_reduce()\noptimizer.step()\n",
+    ),
+    "a setting of torch DDP in branches": (
+        "if a:\n    b()\nelif ddp:\n    model.require_backward_grad_sync = x\nif f():\n"
+        "    model.require_backward_grad_sync = y\nif a:\n    if ddp:\n        model.require_backward_grad_sync = z\n"
+        "b(); model.require_backward_grad_sync = z\nloss.backward()\noptimizer.step()\n",
+        "if a:\n    b()\nelif ddp:\n    pass\nif f():\n    pass\nb(); pass\n"
+        "loss.backward()\nmodel.all_reduce()\noptimizer.step()\n",
     ),
     "characters of several bytes": (
         "größe = '日本'\n日 = loss.backward()  # ü\noptimizer.step()\n",
@@ -90,6 +102,15 @@ BODIES = {
     "carriage returns": (
         "loss.backward()\r\noptimizer.step()\r\n",
         "loss.backward()\r\nmodel.all_reduce()\r\noptimizer.step()\r\n",
+    ),
+    "a step under a condition with another branch": (
+        "for i in n:\n    loss.backward()\n    if update_grad:\n        optimizer.step()\n    else:\n        x = 1\n",
+        "for i in n:\n    loss.backward()\n    if update_grad:\n        model.all_reduce()\n        optimizer.step()\n"
+        "    else:\n        x = 1\n",
+    ),
+    "a step in each branch": (
+        "loss.backward()\nif i % 2:\n    optimizer.step()\nelse:\n    optimizer.step()\n",
+        "loss.backward()\nmodel.all_reduce()\nif i % 2:\n    optimizer.step()\nelse:\n    optimizer.step()\n",
     ),
     "several backward passes": (
         "a.backward()\nfake = net(b)\nscaler.scale(fake).backward()\noptimizer.step()\n",
@@ -111,7 +132,7 @@ BODIES = {
     ),
     "several backward passes and a setting of torch DDP": (
         "model.require_backward_grad_sync = False\na.backward()\nb.backward()\noptimizer.step()\n",
-        "pass\na.backward()\nb.backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "a.backward()\nb.backward()\nmodel.all_reduce()\noptimizer.step()\n",
     ),
     "a profiler": (
         "loss.backward()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
@@ -244,6 +265,24 @@ STEP = "loss.backward()\noptimizer.step()\n"
 DECISIONS = {
     "nothing": ("", []),
     "evaluation": ("model.eval()\n", ["evaluation"]),
+    "evaluation on rank 0": (
+        "if dist.get_rank() == 0:\n    model.eval()\nif not args.local_rank:\n    model.eval()\n"
+        "if i % 9 == 0 and master_process:\n    model.eval()\n",
+        [],
+    ),
+    "evaluation on the other ranks, and in a domain": (
+        "if rank == 0:\n    pass\nelse:\n    model.eval()\n",
+        ["evaluation"],
+    ),
+    "evaluation in a domain": ("if domain:\n    model.eval()\n", ["evaluation"]),
+    "evaluation by a function of one rank": (
+        "def test():\n    model.eval()\nif is_main_process():\n    test()\n",
+        [],
+    ),
+    "evaluation by a function of one rank and of all": (
+        "def test():\n    model.eval()\nif is_main_process():\n    test()\ntest()\n",
+        ["evaluation"],
+    ),
     "evaluation of another module": ("ema.eval()\n", []),
     "a second order": ("a.backward(create_graph=True)\noptimizer.step()\n", ["autograd"]),
     "a backward pass under a condition": ("if x:\n    a.backward()\n", ["backwards"]),
@@ -254,8 +293,6 @@ DECISIONS = {
     ),
     "a last micro-batch": ("with model.no_sync():\n    a.backward()\n", []),
     "a scaler that does all": ("loss_scaler(loss, optimizer)\n", ["call"]),
-    "a sampler": ("s = DistributedSampler(d)\n", ["sampler"]),
-    "a sampler with epochs": ("s = DistributedSampler(d)\ns.set_epoch(1)\n", []),
     "a member": ("model._register_builtin_comm_hook(x)\n", ["members"]),
     "a static graph": ("model._set_static_graph()\n", ["members"]),
     "the class as a value": ("f(DDP)\n", ["class"]),
@@ -275,6 +312,19 @@ DECISIONS = {
     "a flag without effect": ("model = DDP(n, find_unused_parameters=True)\n", []),
     "no broadcasts": ("model = DDP(net, broadcast_buffers=False)\nmodel.eval()\n", ["evaluation"]),
     "a setting": ("model.require_backward_grad_sync = last\n", ["accumulation"]),
+    "a setting in a loop of optimizer steps": (
+        "while True:\n    model.require_backward_grad_sync = last\n    loss.backward()\n    optimizer.step()\n",
+        ["accumulation"],
+    ),
+    "a setting in a loop of micro-batches": (
+        "for x in xs:\n    model.require_backward_grad_sync = x\n    loss.backward()\noptimizer.step()\n",
+        [],
+    ),
+    "a setting, and a condition of the step": (
+        "for i in n:\n    model.require_backward_grad_sync = x\n    loss.backward()\n    if i % 4 == 0:\n"
+        "        optimizer.step()\n",
+        [],
+    ),
     "Join": ("from torch.distributed.algorithms.join import Join\nwith Join([model]):\n    pass\n", ["hooks"]),
     "a distributed checkpoint": (
         "from torch.distributed.checkpoint.state_dict import get_state_dict\nget_state_dict(model, optimizer)\n",
@@ -406,13 +456,59 @@ def test_several_backward_passes_with_one_call_say_where_torch_ddp_averages_too(
     ]
 
 
-def test_removed_broadcasts_of_buffers_say_what_the_script_does_instead(tmp_path: Path) -> None:
-    off, on = (
-        _texts(_port(f"{HEAD}model = DDP(net, broadcast_buffers={value})\n{STEP}", tmp_path)) for value in (False, True)
+def test_a_missing_set_epoch_is_a_note_because_torch_ddp_has_the_same_order(tmp_path: Path) -> None:
+    without, with_epochs = (
+        _port(f"{HEAD}s = DistributedSampler(d)\n{more}{STEP}", tmp_path) for more in ("", "s.set_epoch(1)\n")
     )
 
+    assert _texts(without) == ["without sampler.set_epoch(epoch) every epoch has the same order, as under torch DDP"]
+    assert without.is_complete and not _texts(with_epochs)
+
+
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        ("DDP(\n    net,\n    device_ids=[0],\n    broadcast_buffers=False,\n)", "DDP(net)"),
+        ("DDP(net.to(d),\n    device_ids=[0])", "DDP(net.to(d))"),
+        ("DDP(\n    module=net, device_ids=[0])", "DDP(module=net)"),
+        ("DDP(\n    net, # why\n    device_ids=[0])", "DDP(\n    net # why\n    )"),
+        ("DDP(\n    net,\n    device_ids=[0],\n    process_group=g,\n)", "DDP(\n    net,\n    process_group=g,\n)"),
+        ("DDP(\n    net,\n)", "DDP(net)"),
+        ("DDP(\n    f(\n        1),\n    [0])", "DDP(\n    f(\n        1))"),
+    ],
+)
+def test_a_constructor_of_which_the_module_is_left_gets_one_line(before: str, after: str, tmp_path: Path) -> None:
+    ported = _port(f"{HEAD}model = {before}\n{STEP}", tmp_path).after
+
+    assert f"model = {after}\n" in ported, ported
+
+
+def test_a_step_in_a_file_without_the_wrapper_names_the_line_of_the_call(tmp_path: Path) -> None:
+    step = "def f(loss, opt, scaler):\n    scaler.scale(loss).backward()\n"
+    condition = "    if update:\n        scaler.unscale_(opt)\n        scaler.step(opt)\n    else:\n        x = 1\n"
+
+    (under,), (behind,) = (_texts(_port(step + rest, tmp_path)) for rest in (condition, "    scaler.step(opt)\n"))
+
+    assert under.endswith("goes before line 4, under the condition of the step, before unscale_() and clipping")
+    assert behind.endswith("goes after line 2, before unscale_() and clipping")
+
+
+def test_a_wrapper_under_a_condition_and_a_step_in_another_file_need_a_guard(tmp_path: Path) -> None:
+    (text,) = _texts(_port(f"{THEIRS} as DDP\nif many:\n    model = DDP(net)\n", tmp_path))
+
+    assert text.endswith('after hasattr(model, "all_reduce"): the module is wrapped under a condition')
+
+
+def test_removed_broadcasts_of_buffers_say_what_the_script_does_instead(tmp_path: Path) -> None:
+    words = ("broadcast_buffers=False", "broadcast_buffers=True", "forward_sync_buffers=False")
+    off, on, no_sync = (_texts(_port(f"{HEAD}model = DDP(net, {word})\n{STEP}", tmp_path)) for word in words)
+
     assert off == [
-        "broadcast_buffers is removed: forward sends no buffers here, so that False needs nothing in its place"
+        "broadcast_buffers is removed: forward sends no buffers here; the constructor sends those of rank 0, unlike "
+        "torch DDP with False: buffers with values of each rank belong into ignore="
+    ]
+    assert no_sync == [
+        "forward_sync_buffers is removed: forward sends no buffers here, so that False needs nothing in its place"
     ]
     assert on == [
         "broadcast_buffers is removed: forward sends no buffers; broadcast_buffers() does, before an evaluation and "

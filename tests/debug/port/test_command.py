@@ -86,6 +86,21 @@ def test_the_exit_status_says_complete_or_not(tmp_path: Path, capsys: pytest.Cap
     )
 
 
+def test_an_output_file_has_the_ported_script_and_no_file_is_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, output = tmp_path / "train.py", tmp_path / "ported.py"
+    script.write_bytes(f"{HEAD}x = 'é'\r\nloss.backward()\noptimizer.step()\n".encode())
+
+    assert main(["port", str(script), "-o", str(output)]) == 0
+    ported = output.read_bytes()
+    assert main(["port", str(script), "-o", str(script)]) == 2
+
+    assert ported == port(script).after.encode() and b"\r\n" in ported
+    assert f"error: {script} exists, and is not overwritten" in capsys.readouterr().err
+    assert b"all_reduce" not in script.read_bytes()
+
+
 def test_a_file_with_the_step_alone_has_questions_and_no_diff(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,7 +113,7 @@ def test_a_file_with_the_step_alone_has_questions_and_no_diff(
     assert captured.out == ""
     assert " ".join(captured.err.split()) == (
         f"{script}:2: decide: which wrapper this backward() is for is not seen here; all_reduce() of the wrapper goes "
-        f"between backward() and the step docs/migration.md#the-place-of-the-call {ON_SITE}"
+        f"after line 2, before unscale_() and clipping docs/migration.md#the-place-of-the-call {ON_SITE}"
     )
 
 
