@@ -207,13 +207,13 @@ def _on_arguments(wrappers: Wrappers) -> Iterator[Finding]:
 def _on_lines(script: Script, call: ast.Call, found: list[Finding]) -> Iterator[Finding]:
     """A constructor of several lines in one, where the module is all that is left of its arguments."""
     removed = [edit for finding in found for edit in finding.edits if not edit.text]
-    arguments = [*call.args, *call.keywords]
+    arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
     begin, end = script.end(call.func), script.end(call)
-    if call.lineno == call.end_lineno or len(removed) != len(arguments) - 1 or "#" in script.text[begin:end]:
+    if call.lineno == call.end_lineno or not removed or len(removed) != len(arguments) - 1:
         return
     (left,) = [node for node in arguments if not any(at.start <= script.start(node) < at.end for at in removed)]
     text = script.text[script.start(left) : script.end(left)]
-    if "\n" not in text and "\r" not in text:
+    if "#" not in script.text[begin:end] and not re.search(r"[\r\n]", text):
         yield Finding(call.lineno, "arguments", "", False, (Edit(begin, end, f"({text})"),))
 
 

@@ -462,7 +462,8 @@ def test_a_missing_set_epoch_is_a_note_because_torch_ddp_has_the_same_order(tmp_
     )
 
     assert _texts(without) == ["without sampler.set_epoch(epoch) every epoch has the same order, as under torch DDP"]
-    assert without.is_complete and not _texts(with_epochs)
+    assert without.is_complete
+    assert not _texts(with_epochs)
 
 
 @pytest.mark.parametrize(
@@ -471,10 +472,10 @@ def test_a_missing_set_epoch_is_a_note_because_torch_ddp_has_the_same_order(tmp_
         ("DDP(\n    net,\n    device_ids=[0],\n    broadcast_buffers=False,\n)", "DDP(net)"),
         ("DDP(net.to(d),\n    device_ids=[0])", "DDP(net.to(d))"),
         ("DDP(\n    module=net, device_ids=[0])", "DDP(module=net)"),
-        ("DDP(\n    net, # why\n    device_ids=[0])", "DDP(\n    net # why\n    )"),
+        ("DDP(\n    net, # why\n    device_ids=[0])", "DDP(\n    net, # why\n    )"),
         ("DDP(\n    net,\n    device_ids=[0],\n    process_group=g,\n)", "DDP(\n    net,\n    process_group=g,\n)"),
-        ("DDP(\n    net,\n)", "DDP(net)"),
-        ("DDP(\n    f(\n        1),\n    [0])", "DDP(\n    f(\n        1))"),
+        ("DDP(\n    net,\n)", "DDP(\n    net,\n)"),
+        ("DDP(\n    f(\n        1),\n    [0])", "DDP(\n    f(\n        1),\n    )"),
     ],
 )
 def test_a_constructor_of_which_the_module_is_left_gets_one_line(before: str, after: str, tmp_path: Path) -> None:

@@ -96,7 +96,8 @@ def test_an_output_file_has_the_ported_script_and_no_file_is_overwritten(
     ported = output.read_bytes()
     assert main(["port", str(script), "-o", str(script)]) == 2
 
-    assert ported == port(script).after.encode() and b"\r\n" in ported
+    assert ported == port(script).after.encode()
+    assert b"\r\n" in ported
     assert f"error: {script} exists, and is not overwritten" in capsys.readouterr().err
     assert b"all_reduce" not in script.read_bytes()
 
