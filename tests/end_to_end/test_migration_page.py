@@ -23,6 +23,8 @@ SAME_BITS = (
     "torch DDP",
     "torch DDP, accumulating",
     "torch DDP, require_backward_grad_sync",
+    "torch DDP, accumulating without no_sync",
+    "torch DDP, a class for the scaler",
     "torch DDP, a rank without data",
     "torch DDP, a GAN",
     "torch DDP, several wrappers",
