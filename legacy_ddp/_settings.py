@@ -166,8 +166,9 @@ def check_ignored(module: nn.Module, ignore: Collection[str]) -> None:
 
 _ANY_GRAPH = "leave it out: no hook in backward waits for a parameter, so every step may use other parameters"
 _BUFFERS = (
-    "leave it out: forward never communicates; the constructor sends the buffers of rank 0, except those in ignore=, "
-    "and model.broadcast_buffers() sends them again where you call it"
+    "leave it out: forward never communicates; the constructor sends the buffers of rank 0 (torch DDP with "
+    "broadcast_buffers=False does not; name buffers with values of each rank in ignore=), and "
+    "model.broadcast_buffers() sends them again where you call it"
 )
 _BUCKETS = "leave it out: these buckets serve the overlap with backward, and there is no overlap"
 _LATER = "leave it out: nothing is reduced before you call all_reduce()"

@@ -223,14 +223,21 @@ def add_evidence(verdict: Verdict, ranks: Sequence[int], evidence: str) -> Verdi
     )
 
 
-def add_lost_state(verdict: Verdict, lost: str) -> Verdict:
-    """``verdict`` with ``lost`` optimizer state as the cause, where the cause is a step() with other state.
+def add_optimizer_cause(verdict: Verdict, lost: str, settings: Sequence[str]) -> Verdict:
+    """``verdict`` with a cause that the optimizer entries show, where the cause is a step() with another optimizer.
 
-    An earlier phase keeps its cause: other gradients, for example, lead to other state, too.
+    ``lost``: how optimizer state was lost, as text. ``settings``: the names of the hyperparameters that differ. An
+    earlier phase keeps its cause: other gradients, for example, lead to other state, too.
     """
-    if not lost or verdict.cause not in (_IN_STEP, _IN_EARLIER_STEP, _IN_NEXT_STEP):
+    if verdict.cause not in (_IN_STEP, _IN_EARLIER_STEP, _IN_NEXT_STEP):
         return verdict
-    return replace(verdict, cause=f"{lost}; {_NEXT_STEP}" if verdict.cause == _IN_NEXT_STEP else lost)
+    if lost:
+        return replace(verdict, cause=f"{lost}; {_NEXT_STEP}" if verdict.cause == _IN_NEXT_STEP else lost)
+    if settings and verdict.cause != _IN_NEXT_STEP:
+        names = ", ".join(f"`{name}`" for name in settings)
+        cause = f"a step() with other hyperparameters ({names}): made with other values, or changed on some ranks"
+        return replace(verdict, cause=f"{cause}, or ranks count steps differently")
+    return verdict
 
 
 def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference]) -> Verdict:
@@ -276,7 +283,8 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
             "hyperparameters that differed for a while"
         )
     elif parameters:
-        phase, cause = "unknown", "parameters differ; check_replicas(model, optimizer) tells a step() from a write"
+        phase = "unknown"
+        cause = "another start (seed, checkpoint), a step() or a write; check_replicas(model, optimizer) tells more"
     elif "buffers" in differing:
         phase, cause = "buffers", _BUFFERS
     else:

@@ -16,7 +16,7 @@ from legacy_ddp._replicas.attribution import (
     StepDigests,
     Verdict,
     add_evidence,
-    add_lost_state,
+    add_optimizer_cause,
     add_reading_of_buffers,
     attribute,
     attribute_digests,
@@ -116,7 +116,8 @@ def compare_items(
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
         verdict = add_reading_of_buffers(verdict, [item for item in differences if item.kind == "buffers"])
         entries = group_entries((item for item in differences if item.kind == "optimizer"), entry_counts)
-        verdict = add_lost_state(verdict, explain_loss(entries, entry_counts))
+        settings = [item.kind[0] for item in entries if item.is_setting]
+        verdict = add_optimizer_cause(verdict, explain_loss(entries, entry_counts), settings)
         tensors = {item.name: item.value for item in items if isinstance(item.value, torch.Tensor)}
         # Layout and size are equal on all ranks if only the bits of a tensor differ: all ranks choose the same tensors.
         chosen = [

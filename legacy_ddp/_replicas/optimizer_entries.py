@@ -77,6 +77,11 @@ class EntryKind:
         return self.kind[1] == "parameter" and self.kind[0] not in (MEMBERSHIP, WEIGHTS)
 
     @property
+    def is_setting(self) -> bool:
+        """Whether these entries are a hyperparameter of parameter groups."""
+        return self.kind[1] == "parameter group"
+
+    @property
     def values(self) -> Values:
         """The values and their ranks, if they are equal in all entries, and short; otherwise empty."""
         (first, *others) = {item.holders for item in self.differences}

@@ -232,7 +232,7 @@ def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     if not ranks:
         return []
     return _wrap(
-        f"{name_ranks(ranks)} made fewer calls. If a whole step was left out (continue before backward): pass "
+        f"{name_ranks(ranks)} made fewer calls. If a whole step was left out (continue before the call): pass "
         'metrics={"step": step} in every all_reduce() and compare record.metrics["step"] with step * world size; they '
         "differ from the first step on from which ranks are apart. If no step differs, there was a batch less: give "
         "every rank as many batches (a sampler, drop_last=True), or use model.join()",

@@ -1,6 +1,7 @@
 """Comparison of the present replica state of all ranks, bit for bit."""
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -51,9 +52,10 @@ def check_replicas(
     Args:
         model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on the group of the wrapper, or any module.
         optimizer: one or several optimizers, the same on every rank; needed for ``"optimizer"``.
-        what: any of ``"parameters"`` (frozen ones, too), ``"buffers"``, ``"gradients"``, ``"optimizer"``
-            (hyperparameters, state, the group of each parameter) and ``"rng"``. Local gradients of a wrapper, between
-            backward and ``all_reduce()``, are left out. Random generators may differ (dropout): the report lists the
+        what: any of ``"parameters"`` (frozen ones, too), ``"buffers"``, ``"gradients"`` (of trainable parameters),
+            ``"optimizer"`` (hyperparameters, state, the group of each parameter) and ``"rng"``. Local gradients of a
+            wrapper, between backward and ``all_reduce()``, are left out, and so is what its ``ignore`` names. Random
+            generators may differ (dropout): the report lists the
             ranks with equal generators, and never counts them as a difference.
         local_buffers: names, or patterns such as ``"*.running_mean"``, of buffers that may differ; None: the patterns
             of the wrapper's ``Checks(local_buffers=)``.
@@ -91,6 +93,9 @@ def check_replicas(
         agreement = agree(call, header, request)
         synchronizer.flush(call, agreement)
         report = compare_headers(call, agreement.rows, own, details=details)
+        if target.ignore:
+            note = f"not compared: what ignore= names ({len(target.ignore)} names)"
+            report = replace(report, notes=(*report.notes, note))
         if raises and not report.identical:
             raise divergence_error(call, report)
     synchronizer.warnings.emit()

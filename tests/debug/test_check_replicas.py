@@ -307,6 +307,17 @@ def test_only_what_was_asked_for_is_compared(what: tuple[str, ...]) -> None:
     assert seen.generators == ()
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_without_a_gradient_is_not_counted_as_a_gradient() -> None:
+    model = _net()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+
+    report = check_replicas(model)
+
+    assert report.compared["gradients"] == 1
+    assert "6 parameters, 3 buffers, 1 gradient" in " ".join(str(report).split())
+
+
 def _seeded(deviates: bool, rank: int, source: str) -> ReplicaReport:
     import numpy as np
 

@@ -15,6 +15,7 @@ from legacy_ddp._replicas.attribution import (
     StepDigests,
     Verdict,
     add_evidence,
+    add_optimizer_cause,
     add_reading_of_buffers,
     attribute_digests,
     attribute_kinds,
@@ -366,6 +367,24 @@ def test_the_verdict_follows_from_the_kinds_that_differ_now(
     assert word in verdict.cause
     # Statistics of a layer in training are each rank's own: detail leaves them out.
     assert ('checks="detail"' in verdict.since) == (phase != "buffers")
+
+
+@pytest.mark.parametrize(
+    "differing, lost, settings, cause",
+    [
+        (["parameters", "optimizer"], "", ["lr", "betas"], "a step() with other hyperparameters (`lr`, `betas`)"),
+        (["parameters", "optimizer"], "rank 1 lost it", ["lr"], "rank 1 lost it"),
+        (["parameters", "optimizer"], "", [], "an earlier step() had other gradients"),
+        (["optimizer"], "", ["lr"], "parameters agree, the optimizer does not"),
+        (["gradients"], "rank 1 lost it", ["lr"], "parameters agree, gradients do not"),
+    ],
+)
+def test_what_the_optimizers_show_is_the_cause_of_a_step_that_differed(
+    differing: list[str], lost: str, settings: list[str], cause: str
+) -> None:
+    found = add_optimizer_cause(attribute_kinds(differing, _ALL, _FOUND), lost, settings)
+
+    assert found.cause.startswith(cause)
 
 
 def test_nothing_that_differs_is_no_verdict() -> None:

@@ -69,6 +69,20 @@ def test_the_error_names_the_optimizer_the_parameters_and_what_to_do() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_gradient_of_zeros_counts_among_those_not_reduced_if_another_is_not_zero() -> None:
+    model = Model(net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    backward(model)
+    with torch.no_grad():
+        model.module[0].weight.grad.zero_()
+
+    with refused(model, optimizer) as caught:
+        optimizer.step()
+
+    assert "4 parameters of the wrapped Sequential, first '0.weight'" in str(caught.value)
+
+
+@pytest.mark.usefixtures("alone")
 def test_one_parameter_that_backward_reached_after_the_call_is_enough() -> None:
     model = Model(net())
     optimizer = SGD(model.parameters(), lr=0.1)

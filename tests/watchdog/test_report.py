@@ -113,8 +113,8 @@ def test_the_report_on_a_rank_that_made_fewer_calls_says_how_to_find_the_step() 
         """\
         all_reduce() call 5, phase agree: rank 1 ended; missing rank 1 (left after
           all_reduce() call 4 normally; did it run out of data?, on host node-b)
-        rank 1 made fewer calls. If a whole step was left out (continue before
-        backward): pass metrics={"step": step} in every all_reduce() and compare
+        rank 1 made fewer calls. If a whole step was left out (continue before the
+        call): pass metrics={"step": step} in every all_reduce() and compare
         record.metrics["step"] with step * world size; they differ from the first step
         on from which ranks are apart. If no step differs, there was a batch less: give
         every rank as many batches (a sampler, drop_last=True), or use model.join()"""

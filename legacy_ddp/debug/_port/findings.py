@@ -23,6 +23,7 @@ _IMPORT = f"from legacy_ddp import {_OURS}"
 _MIGRATION, _COMPATIBILITY = "docs/migration.md", "docs/compatibility.md"
 PAGES = {
     "call": f"{_MIGRATION}#the-place-of-the-call",
+    "files": f"{_MIGRATION}#a-script-in-several-files",
     "backwards": f"{_MIGRATION}#two-backward-passes-in-a-step-a-gan",
     "wrappers": f"{_MIGRATION}#several-wrappers",
     "accumulation": f"{_MIGRATION}#accumulation",
@@ -41,8 +42,8 @@ _NO_OVERLAP = "it tunes the overlap with backward, and there is no overlap"
 _BUFFERS = "forward sends no buffers; broadcast_buffers() does, before an evaluation and before a checkpoint"
 _NO_SYNC = "forward sends no buffers here, so that False needs nothing in its place"
 _NO_BUFFERS = (
-    "forward sends no buffers here; the constructor sends those of rank 0, unlike torch DDP with False: buffers with "
-    "values of each rank belong into ignore="
+    "forward sends no buffers here. The constructor sends those of rank 0 once, which torch DDP with False does not: "
+    "if ranks start with different buffers on purpose, name these in ignore="
 )
 _ONE_RANK = re.compile(r"(?i)(\b|_)rank(\(\))? == 0|\bnot [\w.]*rank\b|(\b|_)(master|main)(_process|_rank)?\b")
 _BY_HAND = "nothing takes its place; read what it was for"
@@ -266,7 +267,7 @@ def _on_steps(wrappers: Wrappers) -> Iterator[Finding]:
                 "this call may run backward() and step(): all_reduce() goes between them, in the function called, "
                 "which needs the wrapper for it"
             )
-            yield Finding(call.lineno, "call", text)
+            yield Finding(call.lineno, "call" if wrappers.made else "files", text)
     if len(wrappers.all) > 1:
         text = f"{len(wrappers.all)} wrappers: all ranks make the calls of each step in the same order"
         yield Finding(wrappers.all[0].made[0].lineno, "wrappers", text, False)
@@ -287,7 +288,9 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
         what = "which wrapper this backward() is for" if place else "the optimizer step of this backward()"
         where = _where(place) if place else "between backward() and the step"
         text = f"{what} is not seen here; all_reduce() of the wrapper goes {where}, before unscale_() and clipping"
-        yield Finding(line, "call", text)
+        yield Finding(line, "call" if wrappers.made else "files", text)
+        if place and place.is_before:
+            yield from _on_accumulation(script, step)
         return
     lines = []
     for name, wrapper in named:
@@ -333,8 +336,7 @@ def _where(place: Place) -> str:
 def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Finding]:
     first = step.backwards[0]
     if place.is_before:
-        text = "all_reduce() stands under the condition of the step: other micro-batches send nothing"
-        yield Finding(first.lineno, "accumulation", text, False)
+        yield from _on_accumulation(script, step)
     if place.is_rare:
         text = "all_reduce() follows each backward(), but the step has a condition; to accumulate, move the call there"
         yield Finding(first.lineno, "accumulation", text)
@@ -345,6 +347,14 @@ def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Fin
     for call in step.backwards:
         if any(word.arg == "create_graph" for word in call.keywords):
             yield Finding(call.lineno, "autograd", "with create_graph=True all_reduce() refuses the gradients")
+
+
+def _on_accumulation(script: Script, step: Step) -> Iterator[Finding]:
+    """A step under a condition, with the call there. Without ``no_sync()``, torch DDP averages in each backward."""
+    text = "all_reduce() under the condition of the step: other micro-batches send nothing"
+    if not any(getattr(node, "attr", "") in ("no_sync", "require_backward_grad_sync") for node in script.nodes):
+        text += "; torch DDP averages in each backward() here, for its bits call after each"
+    yield Finding(step.backwards[0].lineno, "accumulation", text, False)
 
 
 def _on_clipping(script: Script, step: Step) -> Iterator[Finding]:

@@ -135,7 +135,8 @@ def place_of(script: Script, step: Step) -> Place | None:
     if last >= first:
         return None
     condition, between = block[first], block[last + 1 : first]
-    if not isinstance(condition, ast.If) or any(path[depth + 1][0] is not condition.body for path in step_paths):
+    inner = [[block for block, _ in path[depth + 1 :][:1]] for path in step_paths if path[depth][1] == first]
+    if not isinstance(condition, ast.If) or any(found != [condition.body] for found in inner):
         return Place(
             block[last], is_rare=any(isinstance(node, ast.Continue) for at in between for node in ast.walk(at))
         )

@@ -488,10 +488,21 @@ def test_a_step_in_a_file_without_the_wrapper_names_the_line_of_the_call(tmp_pat
     step = "def f(loss, opt, scaler):\n    scaler.scale(loss).backward()\n"
     condition = "    if update:\n        scaler.unscale_(opt)\n        scaler.step(opt)\n    else:\n        x = 1\n"
 
-    (under,), (behind,) = (_texts(_port(step + rest, tmp_path)) for rest in (condition, "    scaler.step(opt)\n"))
+    (under, accumulates), (behind,) = (
+        _texts(_port(step + rest, tmp_path)) for rest in (condition, "    scaler.step(opt)\n")
+    )
 
     assert under.endswith("goes before line 4, under the condition of the step, before unscale_() and clipping")
     assert behind.endswith("goes after line 2, before unscale_() and clipping")
+    assert accumulates.endswith("; torch DDP averages in each backward() here, for its bits call after each")
+
+
+def test_only_a_script_without_no_sync_is_told_that_torch_ddp_averages_in_each_backward(tmp_path: Path) -> None:
+    step = "for i in n:\n    loss.backward()\n    if i % 4 == 0:\n        optimizer.step()\n"
+    plain, inside = (_texts(_port(f"{HEAD}{before}{step}", tmp_path)) for before in ("", "f(model.no_sync())\n"))
+
+    assert [text.endswith("for its bits call after each") for text in plain] == [True]
+    assert not any("averages in each" in text for text in inside)
 
 
 def test_a_wrapper_under_a_condition_and_a_step_in_another_file_need_a_guard(tmp_path: Path) -> None:
@@ -505,8 +516,8 @@ def test_removed_broadcasts_of_buffers_say_what_the_script_does_instead(tmp_path
     off, on, no_sync = (_texts(_port(f"{HEAD}model = DDP(net, {word})\n{STEP}", tmp_path)) for word in words)
 
     assert off == [
-        "broadcast_buffers is removed: forward sends no buffers here; the constructor sends those of rank 0, unlike "
-        "torch DDP with False: buffers with values of each rank belong into ignore="
+        "broadcast_buffers is removed: forward sends no buffers here. The constructor sends those of rank 0 once, which "
+        "torch DDP with False does not: if ranks start with different buffers on purpose, name these in ignore="
     ]
     assert no_sync == [
         "forward_sync_buffers is removed: forward sends no buffers here, so that False needs nothing in its place"

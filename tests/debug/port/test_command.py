@@ -114,7 +114,7 @@ def test_a_file_with_the_step_alone_has_questions_and_no_diff(
     assert captured.out == ""
     assert " ".join(captured.err.split()) == (
         f"{script}:2: decide: which wrapper this backward() is for is not seen here; all_reduce() of the wrapper goes "
-        f"after line 2, before unscale_() and clipping docs/migration.md#the-place-of-the-call {ON_SITE}"
+        f"after line 2, before unscale_() and clipping docs/migration.md#a-script-in-several-files {ON_SITE}"
     )
 
 
