@@ -3,14 +3,17 @@
 import re
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
+from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import assert_same_bits
@@ -151,6 +154,40 @@ def test_the_loops_weighted_by_tokens_end_in_the_same_weights_up_to_rounding() -
 
     for theirs, ours in run_ranks(partial(_run_all, programs=programs, dtype=torch.float64), RANKS):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def _save_and_compare(rank: int, folder: str) -> list[str]:
+    """The two blocks of the page, on two runs that end alike, and then on one that does not."""
+    section = PAGE.partition("### Compare with torch DDP")[2]
+    save, compare = re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[:2]
+    outcomes = []
+    for weight in (1.0, 1.0 + 1e-7):
+        for name in ("torch", "legacy"):
+            module = _module(torch.float32)
+            model = (DistributedDataParallel if name == "torch" else LegacyDistributedDataParallel)(module)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step() if name == "torch" else (model.all_reduce(), optimizer.step())
+            if name == "legacy":
+                module[0].bias.data[0] *= weight
+            names = {"torch": torch, "model": model, "optimizer": optimizer, "name": f"{folder}/{name}"}
+            exec(compile(save, "docs/migration.md", "exec"), names)
+        dist.barrier()
+        try:
+            paths = compare.replace('("torch", "legacy")', f'("{folder}/torch", "{folder}/legacy")')
+            exec(compile(paths, "docs/migration.md", "exec"), {"torch": torch})
+            outcomes.append("equal")
+        except AssertionError as error:
+            outcomes.append(str(error))
+        dist.barrier()
+    return outcomes
+
+
+def test_the_comparison_of_the_page_finds_a_single_bit(tmp_path: Path) -> None:
+    for same, other in run_ranks(partial(_save_and_compare, folder=str(tmp_path)), 2):
+        assert same == "equal"
+        assert "model" in other
+        assert "0.bias" in other
 
 
 def test_the_step_from_torch_ddp_is_three_lines() -> None:

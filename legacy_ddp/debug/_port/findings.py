@@ -296,7 +296,7 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
     for name, wrapper in named:
         if wrappers.is_conditional(wrapper, place.statement):
             lines += [f'if hasattr({name}, "all_reduce"):', f"{_indent(script)}{name}.all_reduce()"]
-            text = f"{name} is wrapped under a condition; a plain module has no all_reduce()"
+            text = f"all_reduce() stands behind hasattr(), because {name} is wrapped under a condition and may be plain"
             yield Finding(line, "call", text, False)
         else:
             lines.append(f"{name}.all_reduce()")

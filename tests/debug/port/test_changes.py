@@ -516,8 +516,8 @@ def test_removed_broadcasts_of_buffers_say_what_the_script_does_instead(tmp_path
     off, on, no_sync = (_texts(_port(f"{HEAD}model = DDP(net, {word})\n{STEP}", tmp_path)) for word in words)
 
     assert off == [
-        "broadcast_buffers is removed: forward sends no buffers here. The constructor sends those of rank 0 once, which "
-        "torch DDP with False does not: if ranks start with different buffers on purpose, name these in ignore="
+        "broadcast_buffers is removed: forward sends no buffers here. The constructor sends those of rank 0 once, "
+        "which torch DDP with False does not: if ranks start with different buffers on purpose, name these in ignore="
     ]
     assert no_sync == [
         "forward_sync_buffers is removed: forward sends no buffers here, so that False needs nothing in its place"
