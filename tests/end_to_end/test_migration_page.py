@@ -170,8 +170,8 @@ def _save_and_compare(rank: int, folder: str) -> list[str]:
             optimizer.step() if name == "torch" else (model.all_reduce(), optimizer.step())
             if name == "legacy":
                 module[0].bias.data[0] *= weight
-            names = {"torch": torch, "model": model, "optimizer": optimizer, "name": f"{folder}/{name}"}
-            exec(compile(save, "docs/migration.md", "exec"), names)
+            source = save.replace('name = "torch"', f'name = "{folder}/{name}"')
+            exec(compile(source, "docs/migration.md", "exec"), {"torch": torch, "model": model, "optimizer": optimizer})
         dist.barrier()
         try:
             paths = compare.replace('("torch", "legacy")', f'("{folder}/torch", "{folder}/legacy")')
