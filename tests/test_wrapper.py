@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import Net, Said, add_gradients, error_of, gradient_values, step, wrap
 
@@ -35,6 +38,30 @@ def _evaluate_on_rank_0(rank: int) -> tuple[int, float | None]:
 
 def test_forward_never_communicates_so_one_rank_may_evaluate_alone() -> None:
     assert run_ranks(_evaluate_on_rank_0, 2) == [(1, 0.5)] * 2
+
+
+def _generators() -> tuple[object, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), (kind, keys.tolist(), *rest)
+
+
+def _draws(rank: int) -> list[bool]:
+    """Whether the generators moved: in the constructor, in calls, in a check and in a broadcast."""
+    module, moved = nn.Linear(2, 2), []
+    for checks in ("info", "detail"):
+        before = _generators()
+        model = LegacyDistributedDataParallel(module, checks=checks)
+        for _ in range(3):
+            add_gradients(model, rank)
+            model.all_reduce(metrics={"loss": float(rank)})
+        check_replicas(model)
+        model.broadcast_buffers()
+        moved.append(_generators() != before)
+    return moved
+
+
+def test_the_library_draws_no_random_numbers() -> None:
+    assert run_ranks(_draws, 2) == [[False, False]] * 2
 
 
 def _sync_around_blocks(rank: int) -> list[float | None]:
