@@ -274,9 +274,7 @@ def _on_steps(wrappers: Wrappers) -> Iterator[Finding]:
     if wrappers.all and not steps:
         made = wrappers.all[0].made[0]
         is_conditional = any(wrappers.is_conditional(wrapper, script.tree.body[-1]) for wrapper in wrappers.all)
-        guard = (
-            ', after hasattr(model, "all_reduce"): the module is wrapped under a condition' if is_conditional else ""
-        )
+        guard = ", behind hasattr(), because the module may be plain" if is_conditional else ""
         text = f"this file has no backward(); call all_reduce() where the training step is{guard}"
         yield Finding(made.lineno, "call", text)
 

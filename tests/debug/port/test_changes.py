@@ -508,7 +508,9 @@ def test_only_a_script_without_no_sync_is_told_that_torch_ddp_averages_in_each_b
 def test_a_wrapper_under_a_condition_and_a_step_in_another_file_need_a_guard(tmp_path: Path) -> None:
     (text,) = _texts(_port(f"{THEIRS} as DDP\nif many:\n    model = DDP(net)\n", tmp_path))
 
-    assert text.endswith('after hasattr(model, "all_reduce"): the module is wrapped under a condition')
+    assert text.endswith(
+        "call all_reduce() where the training step is, behind hasattr(), because the module may be plain"
+    )
 
 
 def test_removed_broadcasts_of_buffers_say_what_the_script_does_instead(tmp_path: Path) -> None:
