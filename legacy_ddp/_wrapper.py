@@ -76,8 +76,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             ranks gives the same bits. Needs ``sample_size`` and one :meth:`no_sync` block per micro-batch except the
             last; docs/reproducible.md shows the loop. Takes no sparse gradient, no ``skip`` and no ``reduce_dtype``.
             Needs up to log2(micro-batches per rank) + 2 copies of all gradients, fp32 for fp16.
-        ignore: names of parameters and buffers to leave out, in addition to torch DDP's list in the module
-            (``_ddp_params_and_buffers_to_ignore``).
+        ignore: names of parameters and buffers to leave out of every exchange and check, in addition to torch DDP's
+            list in the module (``_ddp_params_and_buffers_to_ignore``). They stay in ``state_dict()``.
         transport: the carrier of dense gradients on CPU, equal on all ranks. ``"auto"``: memory shared by the ranks of
             a host, with gloo between hosts of equal numbers of ranks (two or more), else gloo alone; ``"gloo"``;
             ``"host"``: an error without shared memory. The environment variable ``LEGACY_DDP_TRANSPORT``, read here,

@@ -42,8 +42,8 @@ _NO_OVERLAP = "it tunes the overlap with backward, and there is no overlap"
 _BUFFERS = "forward sends no buffers; broadcast_buffers() does, before an evaluation and before a checkpoint"
 _NO_SYNC = "forward sends no buffers here, so that False needs nothing in its place"
 _NO_BUFFERS = (
-    "forward sends no buffers here. The constructor sends those of rank 0 once, which torch DDP with False does not: "
-    "if ranks start with different buffers on purpose, name these in ignore="
+    "forward sends no buffers here, but the constructor sends those of rank 0 once, which torch DDP with False does "
+    "not; if ranks start with different buffers, and keep them, name these in ignore="
 )
 _ONE_RANK = re.compile(r"(?i)(\b|_)rank(\(\))? == 0|\bnot [\w.]*rank\b|(\b|_)(master|main)(_process|_rank)?\b")
 _BY_HAND = "nothing takes its place; read what it was for"
@@ -225,7 +225,7 @@ def _on_argument(wrappers: Wrappers, call: ast.Call, name: str, node: ast.expr |
         return
     reason, is_open = ARGUMENTS[name]
     if reason == _BUFFERS and ast.unparse(value) == "False":
-        reason = _NO_BUFFERS if name == "broadcast_buffers" else _NO_SYNC
+        reason, is_open = (_NO_BUFFERS, True) if name == "broadcast_buffers" else (_NO_SYNC, False)
     elif reason == _MOVE:
         line = _line_that_moves(wrappers)
         is_open = not line

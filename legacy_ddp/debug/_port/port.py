@@ -25,7 +25,7 @@ OTHERS = {
     "pytorch_lightning": "docs/lightning.md",
     "transformers.Trainer": "docs/accelerate.md#transformers",
 }
-_NO_DDP = "the script does not name torch's DistributedDataParallel; a module that it imports may, port that file"
+_NO_DDP = "the script does not name torch's DistributedDataParallel"
 _ON_SITE = "On the site of the documentation, docs/NAME.md is the page NAME.html."
 
 
@@ -110,7 +110,7 @@ def port(path: Path) -> Port:
         others = [f"the script uses {other}, see {OTHERS[other]}" for other in OTHERS if _has(names, other)]
         if others or not any(finding.is_open for finding in findings):
             files = ", ".join(_imported_files(script, path.parent))
-            without = f"{_NO_DDP}: {files}" if files else _NO_DDP
+            without = f"{_NO_DDP}; a module that it imports may, port that file: {files}" if files else _NO_DDP
             raise ScriptError(f"{path}: nothing to port: {'; '.join(others) or without}")
     after = _apply(script.text, [edit for finding in findings for edit in finding.edits])
     try:

@@ -310,7 +310,7 @@ DECISIONS = {
     "an argument in parentheses": ("model = DDP(n, ([0]))\n", ["arguments"]),
     "an argument of another library": ("model = DDP(n, delay_allreduce=True)\n", ["arguments"]),
     "a flag without effect": ("model = DDP(n, find_unused_parameters=True)\n", []),
-    "no broadcasts": ("model = DDP(net, broadcast_buffers=False)\nmodel.eval()\n", ["evaluation"]),
+    "no broadcasts": ("model = DDP(net, broadcast_buffers=False)\nmodel.eval()\n", ["arguments", "evaluation"]),
     "a setting": ("model.require_backward_grad_sync = last\n", ["accumulation"]),
     "a setting in a loop of optimizer steps": (
         "while True:\n    model.require_backward_grad_sync = last\n    loss.backward()\n    optimizer.step()\n",
@@ -518,8 +518,9 @@ def test_removed_broadcasts_of_buffers_say_what_the_script_does_instead(tmp_path
     off, on, no_sync = (_texts(_port(f"{HEAD}model = DDP(net, {word})\n{STEP}", tmp_path)) for word in words)
 
     assert off == [
-        "broadcast_buffers is removed: forward sends no buffers here. The constructor sends those of rank 0 once, "
-        "which torch DDP with False does not: if ranks start with different buffers on purpose, name these in ignore="
+        "broadcast_buffers is removed: forward sends no buffers here, but the constructor sends those of rank 0 once, "
+        "which torch DDP with False does not; if ranks start with different buffers, and keep them, name these in "
+        "ignore="
     ]
     assert no_sync == [
         "forward_sync_buffers is removed: forward sends no buffers here, so that False needs nothing in its place"
