@@ -286,9 +286,9 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
         what = "which wrapper this backward() is for" if place else "the optimizer step of this backward()"
         where = _where(place) if place else "between backward() and the step"
         text = f"{what} is not seen here; all_reduce() of the wrapper goes {where}, before unscale_() and clipping"
+        if place and place.is_before and _averages_in_each(script):
+            text += f"; torch DDP averages in each backward() here, for its bits write it after line {line} instead"
         yield Finding(line, "call" if wrappers.made else "files", text)
-        if place and place.is_before:
-            yield from _on_accumulation(script, step)
         return
     lines = []
     for name, wrapper in named:
@@ -334,7 +334,10 @@ def _where(place: Place) -> str:
 def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Finding]:
     first = step.backwards[0]
     if place.is_before:
-        yield from _on_accumulation(script, step)
+        text = "all_reduce() stands under the condition of the step: other micro-batches send nothing"
+        if _averages_in_each(script):
+            text += "; torch DDP averages in each backward() here, for its bits call after each"
+        yield Finding(first.lineno, "accumulation", text, False)
     if place.is_rare:
         text = "all_reduce() follows each backward(), but the step has a condition; to accumulate, move the call there"
         yield Finding(first.lineno, "accumulation", text)
@@ -347,12 +350,9 @@ def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Fin
             yield Finding(call.lineno, "autograd", "with create_graph=True all_reduce() refuses the gradients")
 
 
-def _on_accumulation(script: Script, step: Step) -> Iterator[Finding]:
-    """A step under a condition, with the call there. Without ``no_sync()``, torch DDP averages in each backward."""
-    text = "all_reduce() under the condition of the step: other micro-batches send nothing"
-    if not any(getattr(node, "attr", "") in ("no_sync", "require_backward_grad_sync") for node in script.nodes):
-        text += "; torch DDP averages in each backward() here, for its bits call after each"
-    yield Finding(step.backwards[0].lineno, "accumulation", text, False)
+def _averages_in_each(script: Script) -> bool:
+    """Whether torch DDP averages in the backward of every micro-batch, as far as the text tells."""
+    return not any(getattr(node, "attr", "") in ("no_sync", "require_backward_grad_sync") for node in script.nodes)
 
 
 def _on_clipping(script: Script, step: Step) -> Iterator[Finding]:

@@ -488,13 +488,13 @@ def test_a_step_in_a_file_without_the_wrapper_names_the_line_of_the_call(tmp_pat
     step = "def f(loss, opt, scaler):\n    scaler.scale(loss).backward()\n"
     condition = "    if update:\n        scaler.unscale_(opt)\n        scaler.step(opt)\n    else:\n        x = 1\n"
 
-    (under, accumulates), (behind,) = (
-        _texts(_port(step + rest, tmp_path)) for rest in (condition, "    scaler.step(opt)\n")
-    )
+    (under,), (behind,) = (_texts(_port(step + rest, tmp_path)) for rest in (condition, "    scaler.step(opt)\n"))
 
-    assert under.endswith("goes before line 4, under the condition of the step, before unscale_() and clipping")
+    assert under.endswith(
+        "goes before line 4, under the condition of the step, before unscale_() and clipping; torch DDP averages in each "
+        "backward() here, for its bits write it after line 2 instead"
+    )
     assert behind.endswith("goes after line 2, before unscale_() and clipping")
-    assert accumulates.endswith("; torch DDP averages in each backward() here, for its bits call after each")
 
 
 def test_only_a_script_without_no_sync_is_told_that_torch_ddp_averages_in_each_backward(tmp_path: Path) -> None:
