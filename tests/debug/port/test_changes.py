@@ -491,8 +491,8 @@ def test_a_step_in_a_file_without_the_wrapper_names_the_line_of_the_call(tmp_pat
     (under,), (behind,) = (_texts(_port(step + rest, tmp_path)) for rest in (condition, "    scaler.step(opt)\n"))
 
     assert under.endswith(
-        "goes before line 4, under the condition of the step, before unscale_() and clipping; torch DDP averages in each "
-        "backward() here, for its bits write it after line 2 instead"
+        "goes before line 4, under the condition of the step, before unscale_() and clipping; torch DDP averages in "
+        "each backward() here, for its bits write it after line 2 instead"
     )
     assert behind.endswith("goes after line 2, before unscale_() and clipping")
 
