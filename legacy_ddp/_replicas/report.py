@@ -84,7 +84,8 @@ class ReplicaReport:
     of the entry and the unit, after a difference.
 
     The text has a line for each kind of optimizer entries that differs, then the other differences. Each part is cut
-    after 10 items; ``differences`` has all of them.
+    after 10 items; where all of more parameters differ, those compared element by element are left. ``differences`` has
+    all of them.
 
     Example:
         >>> check_replicas(model).identical
