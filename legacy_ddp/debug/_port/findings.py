@@ -284,7 +284,7 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
     named = wrappers.of_step(step)
     if not named or place is None:
         what = "which wrapper this backward() is for" if place else "the optimizer step of this backward()"
-        where = _where(place) if place else "between backward() and the step"
+        where = place.where if place else "between backward() and the step"
         text = f"{what} is not seen here; all_reduce() of the wrapper goes {where}, before unscale_() and clipping"
         if place and place.is_before and _averages_in_each(script):
             text += f"; torch DDP averages in each backward() here, for its bits write it after line {line} instead"
@@ -323,12 +323,6 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
             f"for its bits add {calls} after {ends}, too"
         )
         yield Finding(line, "backwards", text)
-
-
-def _where(place: Place) -> str:
-    if place.is_before:
-        return f"before line {place.statement.lineno}, under the condition of the step"
-    return f"after line {place.statement.end_lineno}"
 
 
 def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Finding]:
@@ -413,7 +407,9 @@ def _on_evaluation(wrappers: Wrappers) -> Iterator[Finding]:
         return
     for call in wrappers.script.calls:
         name = wrappers.name_at(call) if called_name(call) == "eval" else ""
-        if name and not _is_of_one_rank(wrappers.script, call):
+        if name and _is_of_one_rank(wrappers.script, call):
+            yield Finding(call.lineno, "evaluation", "one rank alone evaluates: this needs nothing", False)
+        elif name:
             text = (
                 f"if the model has BatchNorm and all ranks evaluate, call {name}.broadcast_buffers() on every rank "
                 "before; an evaluation on one rank needs nothing"

@@ -41,6 +41,13 @@ class Place:
     is_before: bool = False
     is_rare: bool = False
 
+    @property
+    def where(self) -> str:
+        """For a reader of the script."""
+        if self.is_before:
+            return f"before line {self.statement.lineno}, under the condition of the step"
+        return f"after line {self.statement.end_lineno}"
+
 
 def find_steps(script: Script) -> list[Step]:
     """The steps of the script, in the order of the text."""
