@@ -1,6 +1,6 @@
 """Comparison of the present replica state of all ranks, bit for bit."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -93,13 +93,20 @@ def check_replicas(
         agreement = agree(call, header, request)
         synchronizer.flush(call, agreement)
         report = compare_headers(call, agreement.rows, own, details=details)
-        if target.ignore:
-            note = f"not compared: what ignore= names ({len(target.ignore)} names)"
-            report = replace(report, notes=(*report.notes, note))
+        report = replace(report, notes=(*report.notes, *_left_out(target, wanted)))
         if raises and not report.identical:
             raise divergence_error(call, report)
     synchronizer.warnings.emit()
     return report
+
+
+def _left_out(target: Target, what: Collection[str]) -> Iterator[str]:
+    """What of the module is not compared, as notes."""
+    if target.ignore:
+        yield f"not compared: what ignore= names ({len(target.ignore)} of them)"
+    frozen = [at for at in target.module.parameters() if not at.requires_grad and at.grad is not None]
+    if frozen and "gradients" in what:
+        yield f"gradients not compared: those of frozen parameters ({len(frozen)} of them)"
 
 
 def _describe(

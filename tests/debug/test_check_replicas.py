@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp.debug import ReplicaReport, check_replicas
 from tests.helpers.replica_scenes import flip_lowest, holding, observations
 from tests.helpers.tiers import thorough
@@ -316,6 +317,22 @@ def test_a_parameter_without_a_gradient_is_not_counted_as_a_gradient() -> None:
 
     assert report.compared["gradients"] == 1
     assert "6 parameters, 3 buffers, 1 gradient" in " ".join(str(report).split())
+    assert report.notes == ()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_ignored_or_frozen_is_a_note() -> None:
+    module = _net()
+    module[0].weight.grad = torch.ones_like(module[0].weight)
+    module[0].weight.requires_grad_(False)
+    model = LegacyDistributedDataParallel(module, ignore=["1.running_mean"])
+
+    ignored, frozen = (
+        "not compared: what ignore= names (1 of them)",
+        "gradients not compared: those of frozen parameters (1 of them)",
+    )
+    assert check_replicas(model).notes == (ignored, frozen)
+    assert check_replicas(module, what=["parameters"]).notes == ()
 
 
 def _seeded(deviates: bool, rank: int, source: str) -> ReplicaReport:

@@ -28,6 +28,7 @@ PAGES = {
     "wrappers": f"{_MIGRATION}#several-wrappers",
     "accumulation": f"{_MIGRATION}#accumulation",
     "arguments": f"{_MIGRATION}#arguments-and-members",
+    "buffers": f"{_MIGRATION}#buffers-of-each-rank",
     "evaluation": f"{_MIGRATION}#batchnorm-and-evaluation",
     "sampler": "docs/tutorial/whole-script.md#epochs-sampler-and-seeds",
     "class": f"{_MIGRATION}#the-class-in-other-places",
@@ -234,7 +235,8 @@ def _on_argument(wrappers: Wrappers, call: ast.Call, name: str, node: ast.expr |
     is_default = isinstance(value, ast.Constant) and value.value is None
     if reason not in ARGUMENTS:
         text = f"{name} is removed: {reason}" if reason and not is_default else ""
-        yield Finding(call.lineno, "arguments", text, is_open and not is_default, (removal,))
+        page = "buffers" if reason == _NO_BUFFERS else "arguments"
+        yield Finding(call.lineno, page, text, is_open and not is_default, (removal,))
     elif node is not value:
         start = script.start(node)
         yield Finding(call.lineno, "arguments", "", False, (Edit(start, start + len(name), reason),))

@@ -310,7 +310,7 @@ DECISIONS = {
     "an argument in parentheses": ("model = DDP(n, ([0]))\n", ["arguments"]),
     "an argument of another library": ("model = DDP(n, delay_allreduce=True)\n", ["arguments"]),
     "a flag without effect": ("model = DDP(n, find_unused_parameters=True)\n", []),
-    "no broadcasts": ("model = DDP(net, broadcast_buffers=False)\nmodel.eval()\n", ["arguments", "evaluation"]),
+    "no broadcasts": ("model = DDP(net, broadcast_buffers=False)\nmodel.eval()\n", ["buffers", "evaluation"]),
     "a setting": ("model.require_backward_grad_sync = last\n", ["accumulation"]),
     "a setting in a loop of optimizer steps": (
         "while True:\n    model.require_backward_grad_sync = last\n    loss.backward()\n    optimizer.step()\n",
