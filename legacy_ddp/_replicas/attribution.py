@@ -261,7 +261,8 @@ def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference]) -> V
     else:
         reading = (
             f"{_BUFFERS}, and counting ranks does not tell: statistics of each rank's own data (BatchNorm, an "
-            "average), or a write or a checkpoint on some ranks. For a write, call broadcast_buffers(src=...) from a "
+            "average), values that each rank has drawn (to keep them, see ignore= of the wrapper), or a write or a "
+            "checkpoint on some ranks. For a write, call broadcast_buffers(src=...) from a "
             f"good rank. Statistics: {_LOCAL_BUFFERS[0].lower()}{_LOCAL_BUFFERS[1:]}"
         )
     return replace(verdict, cause=reading)
