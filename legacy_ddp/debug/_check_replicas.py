@@ -55,8 +55,8 @@ def check_replicas(
         what: any of ``"parameters"`` (frozen ones, too), ``"buffers"``, ``"gradients"`` (of trainable parameters),
             ``"optimizer"`` (hyperparameters, state, the group of each parameter) and ``"rng"``. Local gradients of a
             wrapper, between backward and ``all_reduce()``, are left out, and so is what its ``ignore`` names. Random
-            generators may differ (dropout): the report lists the
-            ranks with equal generators, and never counts them as a difference.
+            generators may differ (dropout): the report lists the ranks with equal generators, and never counts them as
+            a difference.
         local_buffers: names, or patterns such as ``"*.running_mean"``, of buffers that may differ; None: the patterns
             of the wrapper's ``Checks(local_buffers=)``.
         details: number of differing tensors to compare element by element.

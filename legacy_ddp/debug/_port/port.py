@@ -62,10 +62,15 @@ class Port:
             OSError: the file cannot be written.
         """
         try:
-            with path.open("xb") as file:
-                file.write(self.after.encode())
+            file = path.open("xb")
         except FileExistsError as error:
             raise ScriptError(f"{path} exists, and is not overwritten; remove it, or name another file") from error
+        try:
+            with file:
+                file.write(self.after.encode())
+        except OSError:
+            path.unlink()  # no half of a script
+            raise
 
     def remark_lines(self) -> list[str]:
         """The findings with a text, in lines of 80 columns. Equal findings are one, with all lines of the script."""

@@ -102,6 +102,25 @@ def test_an_output_file_has_the_ported_script_and_no_file_is_overwritten(
     assert b"all_reduce" not in script.read_bytes()
 
 
+def test_an_output_file_that_cannot_be_written_leaves_no_half_of_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, output, open_file = tmp_path / "train.py", tmp_path / "ported.py", Path.open
+    script.write_text(f"{HEAD}loss.backward()\noptimizer.step()\n")
+
+    def open_on_a_full_disk(path: Path, mode: str = "r", **options: Any) -> Any:
+        if path != output:
+            return open_file(path, mode, **options)
+        path.touch()
+        return open_file(Path("/dev/full"), "wb", 0)
+
+    monkeypatch.setattr(Path, "open", open_on_a_full_disk)
+    assert main(["port", str(script), "-o", str(output)]) == 2
+
+    assert "No space left on device" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_a_file_with_the_step_alone_has_questions_and_no_diff(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
