@@ -22,7 +22,7 @@ FILES = sorted(
 # The name before an open parenthesis, and all that follows in it up to the argument.
 ARGUMENT = re.compile(r"(?:\b(?P<function>\w+)\((?P<before>[^()]*))?\b(?P<name>[a-z_]+)=(?!=)")
 # Beside the arguments of a cross-check: the phrase that says whose argument it is.
-OF_OTHERS = {"checks": LegacyDistributedDataParallel, "init_sync": LegacyDistributedDataParallel}
+OF_OTHERS = dict.fromkeys(("checks", "ignore", "init_sync"), LegacyDistributedDataParallel)
 
 
 def _texts(path: Path) -> Iterator[str]:
