@@ -77,11 +77,11 @@ class ReplicaReport:
     """The result of a comparison of replicas; equal on all ranks.
 
     ``call``: operation and number of the call. ``size``: the number of ranks. ``compared``: the number of compared
-    tensors and settings of each kind. ``differences``: empty if replicas are identical. ``phase``, ``ranks``,
-    ``minority``, ``implicated``, ``cause``: the attribution, empty where unknown. ``generators``: groups of ranks with
-    equal random generators, which may differ. ``notes``: the items that were not compared, with the reason.
-    ``entry_counts``: the number of parameters, parameter groups or optimizers that have an optimizer entry, by the key
-    of the entry and the unit, after a difference.
+    tensors and settings of each kind; a missing gradient counts only after a difference. ``differences``: empty if
+    replicas are identical. ``phase``, ``ranks``, ``minority``, ``implicated``, ``cause``: the attribution, empty where
+    unknown. ``generators``: groups of ranks with equal random generators, which may differ. ``notes``: the items that
+    were not compared, with the reason. ``entry_counts``: the number of parameters, parameter groups or optimizers that
+    have an optimizer entry, by the key of the entry and the unit, after a difference.
 
     The text has a line for each kind of optimizer entries that differs, then the other differences. Each part is cut
     after 10 items; where all of more parameters differ, those compared element by element are left. ``differences`` has
