@@ -118,7 +118,7 @@ class Route:
 
 @contextmanager
 def discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator[None]:
-    """Drop every gradient after a failure that is not agreed, if the gradients may be half reduced.
+    """After an error that is no :class:`AgreedError`, drop all gradients if some may be half reduced.
 
     Without shared memory they may be half reduced from the hook or the payload on. With shared memory, other ranks may
     write to the flat tensors of this rank from the header on, also after a failure here. The memory is dropped, too: a

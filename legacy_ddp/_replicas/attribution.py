@@ -97,7 +97,7 @@ NOTHING = Verdict()
 
 @dataclass(frozen=True)
 class _Rule:
-    """The meaning of a difference in ``digest``.
+    """What it means if ``digest`` differs between ranks.
 
     ``has_evidence``: whether the digests of a rank are evidence of a fault of that rank; ``evidence``: the text of the
     fault. ``detail``: a label and the value of each rank, inserted for ``{detail}`` in ``cause``.
@@ -235,8 +235,8 @@ def add_optimizer_cause(verdict: Verdict, lost: str, settings: Sequence[str]) ->
         return replace(verdict, cause=f"{lost}; {_NEXT_STEP}" if verdict.cause == _IN_NEXT_STEP else lost)
     if settings and verdict.cause != _IN_NEXT_STEP:
         names = ", ".join(f"`{name}`" for name in settings)
-        cause = f"a step() with other hyperparameters ({names}): made with other values, or changed on some ranks"
-        return replace(verdict, cause=f"{cause}, or ranks count steps differently")
+        reasons = "made with other values, changed on some ranks, or ranks count steps differently"
+        return replace(verdict, cause=f"a step() with other hyperparameters ({names}): {reasons}")
     return verdict
 
 

@@ -171,10 +171,11 @@ def ref_counts(
 
 
 class TensorGuards:
-    """Comparison with earlier tensors: type, dtype, device, requires_grad, shape, strides, conjugation and sign.
+    """Tells whether tensors have the properties of the tensors that were given to the constructor.
 
-    Keeps no tensor alive. Takes 0.15 µs a tensor; a comparison in Python takes 0.7 µs. Under other autocast or
-    inference settings than at construction no tensor matches.
+    The properties are type, dtype, device, requires_grad, shape, strides, and the bits for conjugation and sign. Keeps
+    no tensor alive. Takes 0.15 µs a tensor; a comparison in Python takes 0.7 µs. Under other autocast or inference
+    settings than at construction no tensor matches.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

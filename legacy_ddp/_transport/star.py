@@ -63,7 +63,7 @@ class Descriptors:
 
 
 class Star:
-    """The connections of this rank: to its parent, except on the root, and to the ranks below.
+    """The connections of this rank in the tree: to its parent, which the root lacks, and to the ranks below.
 
     ``hub``: rank and connection of the hub of this host; None on a hub. ``above``: the same of the hub above, on
     another host. ``host``, ``hubs``: the connections to the ranks below, by rank, on this host and on other hosts.

@@ -98,7 +98,7 @@ class Gatherer:
             raise self._told_error(error, time.perf_counter() - start) from None
 
     def wait_until_deadline(self, work: Any) -> None:
-        """Wait for ``work`` on the user's group, which may have no timeout of its own.
+        """Wait for ``work`` on the user's group, and check the deadline here: the group may have no timeout.
 
         Raises:
             SyncTimeoutError, PeerLostError: as :meth:`wait`.

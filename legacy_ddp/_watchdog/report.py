@@ -420,7 +420,7 @@ class WarningPolicy:
             self._logger.warning("%s%s\n(%s)", introduction, report.text, where, extra=_fields("lost", report))
 
     def _log(self, text: str, report: Report, fields: Mapping[str, Any] | None = None) -> bool:
-        """Log, on a single rank of each machine; return whether this rank is the one."""
+        """Write the text to the log if this rank is the reporter of its host; return whether it is."""
         if self._rank in report.reporters:
             self._logger.warning("%s", text, extra=fields or _fields("waiting", report))
         return self._rank in report.reporters

@@ -41,7 +41,7 @@ _MOVE = "torch DDP moves batches to the device, this wrapper does not"
 _ANY_GRAPH = "no hook in backward waits for a parameter, so each step may use different ones"
 _NO_OVERLAP = "it tunes the overlap with backward, and there is no overlap"
 _BUFFERS = "forward sends no buffers; broadcast_buffers() does, before an evaluation and before a checkpoint"
-_NO_SYNC = "forward sends no buffers here, so that False needs nothing in its place"
+_NO_FORWARD_SYNC = "forward sends no buffers here, so that False needs nothing in its place"
 _NO_BUFFERS = (
     "forward sends no buffers here, but the constructor sends those of rank 0 once, which torch DDP with False does "
     "not; if ranks start with different buffers, and keep them, name these in ignore="
@@ -226,7 +226,7 @@ def _on_argument(wrappers: Wrappers, call: ast.Call, name: str, node: ast.expr |
         return
     reason, is_open = ARGUMENTS[name]
     if reason == _BUFFERS and ast.unparse(value) == "False":
-        reason, is_open = (_NO_BUFFERS, True) if name == "broadcast_buffers" else (_NO_SYNC, False)
+        reason, is_open = (_NO_BUFFERS, True) if name == "broadcast_buffers" else (_NO_FORWARD_SYNC, False)
     elif reason == _MOVE:
         line = _line_that_moves(wrappers)
         is_open = not line
@@ -348,7 +348,7 @@ def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Fin
 
 def _averages_in_each(script: Script) -> bool:
     """Whether torch DDP averages in the backward of every micro-batch, as far as the text tells."""
-    return not any(getattr(node, "attr", "") in ("no_sync", "require_backward_grad_sync") for node in script.nodes)
+    return not script.has_attribute("no_sync", "require_backward_grad_sync")
 
 
 def _on_clipping(script: Script, step: Step) -> Iterator[Finding]:

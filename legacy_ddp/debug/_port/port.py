@@ -92,7 +92,7 @@ def _lines(text: str) -> list[str]:
 
 
 def port(path: Path) -> Port:
-    """The port of a script.
+    """Read a script, and return the changes that make it use this library.
 
     Raises:
         OSError: the file cannot be read.

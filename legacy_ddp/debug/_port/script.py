@@ -113,6 +113,10 @@ class Script:
             return f"{before}.{node.attr}" if before else ""
         return self.imports.get(node.id, "") if isinstance(node, ast.Name) else ""
 
+    def has_attribute(self, *names: str) -> bool:
+        """Whether the script reads or sets an attribute of one of these names."""
+        return any(getattr(node, "attr", "") in names for node in self.nodes)
+
     def is_ddp(self, node: ast.AST) -> bool:
         """Whether an expression is torch's class."""
         return self.dotted(node) in _CLASSES
@@ -161,7 +165,7 @@ class Script:
         return names
 
     def replacement(self, node: Located, text: str) -> Edit:
-        """The edit that writes ``text`` in place of a node."""
+        """The edit that replaces a node by ``text``."""
         return Edit(self.start(node), self.end(node), text)
 
     def insertion(self, statement: ast.stmt, lines: list[str], *, is_before: bool) -> Edit:
@@ -171,39 +175,44 @@ class Script:
             UnclearError: the statement shares its lines with others.
         """
         first, last = statement.lineno, statement.end_lineno or statement.lineno
-        head = self.text[self._starts[first - 1] : self.start(statement)]
-        tail = self.text[self.end(statement) : self._starts[last]].strip()
-        goes_on = first > 1 and self._lines[first - 2].rstrip("\r\n").endswith("\\")
-        if head.strip() or goes_on or (tail and tail[0] != "#" and not is_before):
+        if self._has_code_before(statement) or (not is_before and self._has_code_behind(statement)):
             what = "; ".join(line.strip() for line in lines)
             raise UnclearError(statement.lineno, f"this line has other code, too: write {what} by hand")
-        newline = self._newline(last)
+        head, newline = self.text[self._starts[first - 1] : self.start(statement)], self._newline(last)
         text = "".join(f"{head}{line}{newline}" for line in lines)
         if not is_before and not self._lines[last - 1].endswith(("\r", "\n")):
             text = newline + text.removesuffix(newline)
         at = self._starts[first - 1 if is_before else last]
         return Edit(at, at, text)
 
-    def statement_removal(self, statement: ast.stmt) -> Edit:
-        """The edit that removes a statement with its lines, and an ``if`` that holds nothing else with its comments.
+    def _has_code_before(self, statement: ast.stmt) -> bool:
+        """Whether other code stands before a statement in its line, or goes on into it."""
+        line = statement.lineno
+        goes_on = line > 1 and self._lines[line - 2].rstrip("\r\n").endswith("\\")
+        return goes_on or bool(self.text[self._starts[line - 1] : self.start(statement)].strip())
 
-        ``pass`` stands in its place where the block would be empty, or where the line has other code.
+    def _has_code_behind(self, statement: ast.stmt) -> bool:
+        """Whether other code, and not only a comment, stands behind a statement in its last line."""
+        end = self._starts[statement.end_lineno or statement.lineno]
+        return not re.fullmatch(r"(#.*)?", self.text[self.end(statement) : end].strip())
+
+    def statement_removal(self, statement: ast.stmt) -> Edit:
+        """The edit that removes a statement with its lines.
+
+        An ``if`` that holds nothing else is removed, too, with the comments in it. Where another block would be empty,
+        or where the line has other code, ``pass`` takes the place of the statement.
         """
         around = self.parent(statement)
         block, _ = self._places[statement]
         if isinstance(around, ast.If) and block is around.body and len(block) == 1 and self._is_removable(around):
             return self.statement_removal(around)
         first, last = statement.lineno, statement.end_lineno or statement.lineno
-        try:
-            self.insertion(statement, [], is_before=False)
-        except UnclearError:
-            return self.replacement(statement, "pass")
-        if len(block) == 1:
+        if len(block) == 1 or self._has_code_before(statement) or self._has_code_behind(statement):
             return self.replacement(statement, "pass")
         return Edit(self._starts[first - 1], self._starts[last], "")
 
     def _is_removable(self, node: ast.If) -> bool:
-        """Whether it has no other branch, is none, and its condition calls nothing."""
+        """Whether nothing else depends on an ``if``: it has no other branch, is no ``elif``, and calls nothing."""
         is_branch = self.text.startswith("elif", self.start(node))
         return not node.orelse and not is_branch and not any(isinstance(at, ast.Call) for at in ast.walk(node.test))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from legacy_ddp.debug._port.script import Scope, Script, called_name, is_local
+from legacy_ddp.debug._port.script import Block, Scope, Script, called_name, is_local
 
 _OPTIMIZER = re.compile(r"(?i)\A(?!.*sched)(.*optim|(.*[._])?opt(_\w+|\d+)?\Z|.*_opt\Z)")
 _STEP = re.compile(r"step|optimi[sz]e|optimi[sz]er_step|step_optimi[sz]er")
@@ -113,23 +113,24 @@ def _steps_of(script: Script, scope: Scope, events: list[tuple[str, ast.Call]]) 
 
 
 def _split(script: Script, step: Step) -> Iterator[Step]:
-    """The step, without the ``backward()`` calls of other parts of the function; those are steps without optimizer."""
+    """Divide a step: ``backward()`` calls outside of the block of the last one are a step without an optimizer."""
     depth = _common_depth([script.path(call) for call in (step.backwards[-1], *step.steps)])
     if not step.steps or depth is None:
         yield step
         return
     block = script.path(step.backwards[-1])[depth][0]
-    others = [call for call in step.backwards if not any(block is around for around, _ in script.path(call))]
+    others = [call for call in step.backwards if not _is_inside_of(block, script.path(call))]
     if others:
         yield Step(step.scope, tuple(others), ())
     yield Step(step.scope, tuple(call for call in step.backwards if call not in others), step.steps)
 
 
 def place_of(script: Script, step: Step) -> Place | None:
-    """The place of a call between the backward passes of a step and the first reader of gradients, or None.
+    """Where ``all_reduce()`` of a step stands: after its backward passes, before the first reader of gradients.
 
-    It is behind the last ``backward()``, or behind the loop of micro-batches around that. A step with a condition
-    such as ``if index % 4 == 0:`` gets the call under the condition, so that the other micro-batches send nothing.
+    None if the text does not show it. The place is behind the last ``backward()``, or behind the loop of micro-batches
+    around that. A step with a condition such as ``if index % 4 == 0:`` gets the call under the condition, so that the
+    other micro-batches send nothing.
     """
     paths = [script.path(call) for call in step.backwards]
     step_paths = [script.path(call) for call in step.steps]
@@ -142,8 +143,8 @@ def place_of(script: Script, step: Step) -> Place | None:
     if last >= first:
         return None
     condition, between = block[first], block[last + 1 : first]
-    inner = [[block for block, _ in path[depth + 1 :][:1]] for path in step_paths if path[depth][1] == first]
-    if not isinstance(condition, ast.If) or any(found != [condition.body] for found in inner):
+    at_first = [path for path in step_paths if path[depth][1] == first]
+    if not isinstance(condition, ast.If) or not all(_is_inside_of(condition.body, path) for path in at_first):
         return Place(
             block[last], is_rare=any(isinstance(node, ast.Continue) for at in between for node in ast.walk(at))
         )
@@ -152,7 +153,11 @@ def place_of(script: Script, step: Step) -> Place | None:
     return Place(block[last], is_rare=True)
 
 
-def _common_depth(paths: list[list[tuple[list[ast.stmt], int]]]) -> int | None:
+def _is_inside_of(block: Block, path: list[tuple[Block, int]]) -> bool:
+    return any(around is block for around, _ in path)
+
+
+def _common_depth(paths: list[list[tuple[Block, int]]]) -> int | None:
     """The depth of the block around all of them in which they stand in different statements; None in branches."""
     for depth, places in enumerate(zip(*paths, strict=False)):
         block = places[0][0]
@@ -178,7 +183,7 @@ def readers(node: ast.AST) -> list[ast.expr]:
 def earlier(script: Script, calls: tuple[ast.Call, ...]) -> list[ast.Call]:
     """The calls in which torch DDP averages before another one does: not those of two branches of a condition, not
     those inside ``no_sync()``, and none in a script that sets ``require_backward_grad_sync``."""
-    if any(getattr(node, "attr", "") == "require_backward_grad_sync" for node in script.nodes):
+    if script.has_attribute("require_backward_grad_sync"):
         return []
     counted = [call for call in calls if not _is_inside(script, call, "no_sync")]
     in_sequence = [
