@@ -34,7 +34,8 @@ class Flag:
     or the greatest element is the same in call after call. REDUCED: a call of a different wrapper left the gradients.
     UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward. STEPS_KNOWN,
     ISSUED_KNOWN: ``steps`` or ``issued`` has a number. SCALED: with ``nonfinite="skip"``, a GradScaler skips steps with
-    infinities on the rank.
+    infinities on the rank. STALE: a gradient of the rank holds the result of an earlier call, which this call divides
+    again, or which an earlier call has divided again.
     """
 
     FAILED = 1
@@ -54,6 +55,7 @@ class Flag:
     STEPS_KNOWN = 16384
     ISSUED_KNOWN = 32768
     SCALED = 65536
+    STALE = 262144
 
 
 @dataclass(slots=True)

@@ -28,6 +28,7 @@ from legacy_ddp._buckets.layout import Bucket, Layout, distinct, plan_layout
 from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import BackwardCounter, PassiveHook, only_backward_hook, remove_hooks
+from legacy_ddp._step_guard.frozen_gradients import FrozenGradients
 
 _WALKS = frozenset({"named_parameters", "named_modules", "_named_members"})
 # Smaller gradients are cheaper to copy all together. Other devices copy all together at any size: not measured there.
@@ -275,6 +276,7 @@ class Planner:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
+        self._frozen = FrozenGradients(self.counter.policy)
         self._backward_copy = BackwardCopy()
         self.layout: Layout | None = None  # of the last plan
         self.walk = ParameterWalk()
@@ -298,6 +300,7 @@ class Planner:
             yield
         except BaseException:
             self.counter.attach((), (), ())
+            self._frozen.attach(())
             self._backward_copy.attach(())
             self._signature = None
             raise
@@ -319,16 +322,24 @@ class Planner:
         return plan
 
     def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Plan:
-        layout = plan_layout(distinct(zip(names, tensors, strict=True), self.settings.ignore), self.settings)
+        items = distinct(zip(names, tensors, strict=True), self.settings.ignore)
+        layout = plan_layout(items, self.settings)
         position = {name: index for index, name in enumerate(names)}
         order = [position[slot.name] for slot in layout.slots]
         buffers = [FlatBuffer(bucket, self.settings, self.segments) for bucket in layout.buckets]
         plan = Plan(layout, [tensors[index] for index in order], buffers, _slot_ranges(buffers))
         last_results = [SlotResult(buffer, index) for buffer in buffers for index in range(len(buffer.bucket.slots))]
+        self._frozen.attach([(item.name, item.tensor) for item in items if _may_thaw(item.tensor)])
         self.counter.attach([slot.name for slot in layout.slots], plan.parameters, last_results)
         self._backward_copy.attach((buffer, plan.parameters[slots]) for buffer, slots in plan.slot_ranges)
         self._order, self._buffers, self._slot_ranges = order, buffers, plan.slot_ranges
         return plan
+
+
+def _may_thaw(tensor: torch.Tensor) -> bool:
+    """Whether a frozen parameter may get a gradient later."""
+    is_differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return is_differentiable and not (tensor.requires_grad or tensor.is_inference() or is_lazy(tensor))
 
 
 def _slot_ranges(buffers: Sequence[FlatBuffer]) -> list[tuple[FlatBuffer, slice]]:

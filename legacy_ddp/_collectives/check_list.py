@@ -7,7 +7,10 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from itertools import compress
 from typing import Any
+
+import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, Mismatch, Precedence, compare_work, desync_error
@@ -29,7 +32,9 @@ from legacy_ddp._statistics import (
     StepTimes,
     comparable_norm,
 )
+from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._step_guard.step_counter import StepCounter
+from legacy_ddp._torch.device import which_nonzero
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
 
@@ -170,6 +175,50 @@ class UnclearedGradients(Check):
             "parameter that it reached (warned once): the steps now use the old gradients again;\n"
             "call zero_grad() once per step, between step() and the next backward(), on every rank"
         )
+
+
+class DividedResults(Check):
+    """Marks each earlier result that a weighted call divides again, because nobody cleared it.
+
+    Often nobody uses such a gradient: a discriminator has one in the turn of the generator. So the call goes on, and a
+    step that would use the gradient raises (``_step_guard/guard``). All ranks mark the same gradients, whichever ranks
+    held the earlier result. A plain call keeps the marks of results that are still not cleared.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        self._stale: list[int] = []  # positions on this rank
+        self._marked: list[int] = []  # positions on all ranks
+
+    def facts(self, step: LocalStep) -> None:
+        header, parameters = step.header, step.plan.parameters
+        self._stale, self._marked = [], []
+        if header.takes_part:
+            grads = {index: grad for index in step.packed.stale if (grad := parameters[index].grad) is not None}
+            self._stale = list(compress(grads, which_nonzero(grads.values())))
+            header.flags |= Flag.STALE if self._stale else 0
+
+    def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """Collective if a rank holds an earlier result: which of them this call or an earlier call divides again."""
+        if agreement.some_flags & Flag.STALE:
+            self._marked = self._agree(step, agreement)
+        return None
+
+    def _agree(self, step: LocalStep, agreement: Agreement) -> list[int]:
+        is_divided = agreement.sample_size is not None and agreement.divisor != len(agreement.participants)
+        stale, marked, fresh = torch.zeros(3, len(step.plan.parameters), dtype=torch.uint8, device="cpu")
+        fresh[:] = step.header.takes_part
+        fresh[self._stale], stale[self._stale] = 0, 1
+        marked[step.counter.divided_again(self._stale)] = 1
+        stale, marked, fresh = step.call.maximum(torch.stack([stale, marked, fresh])).bool()
+        # A result that a part of the ranks has cleared is divided by the number of all.
+        positions: list[int] = (stale & (marked | fresh | is_divided)).nonzero().flatten().tolist()
+        return positions
+
+    def end(self, step: LocalStep) -> None:
+        step.counter.mark_divided_again(self._marked)
+        if self._marked:
+            guard_steps()
 
 
 class MergedMicroBatches(Check):
@@ -328,6 +377,7 @@ CHECKS: tuple[type[Check], ...] = (
     UnevenWork,
     SameData,
     UnclearedGradients,
+    DividedResults,
     MergedMicroBatches,
     EvaluationHint,
     LateRankReport,

@@ -22,8 +22,9 @@ from legacy_ddp._collectives.metrics import fingerprint_names, read_metrics
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
-from legacy_ddp._step_guard.step_counter import have_nonzero
+from legacy_ddp._step_guard.open_passes import check_complete
 from legacy_ddp._torch import device as devices
+from legacy_ddp._torch.device import have_nonzero
 from legacy_ddp._transport.call import Call, check_can_communicate
 
 Metrics = Mapping[str, SupportsFloat] | None
@@ -45,7 +46,8 @@ class Packed:
     ``kinds``: kind of every slot's gradient, all absent on a rank that takes no part. ``flats``: a tensor per
     buffer, with the dense gradients. ``sparse``: the sparse gradients, coalesced, by slot. ``segments``: with
     micro-batches the shared memory per tensor of ``flats``; None for the flat tensor of the buffer. ``metrics``: of
-    this rank, by name.
+    this rank, by name. ``stale``: positions of the gradients that hold an earlier result, as
+    :meth:`BackwardCounter.stale`.
     """
 
     kinds: Sequence[int]
@@ -54,6 +56,7 @@ class Packed:
     header: Header
     segments: Sequence[Segment | None] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    stale: Sequence[int] = ()
 
     def grads(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every slot's name and gradient, in slot order."""
@@ -70,7 +73,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
     Raises:
         TypeError, ValueError: an unusable argument.
         GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; an
-            incomplete micro-batch.
+            incomplete micro-batch; an exception ended a backward pass.
         LegacyDDPError: called from inside backward or while a CUDA graph is captured.
         ValueError: the group has no backend for a device.
     """
@@ -81,6 +84,8 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         header = _header_of(arguments.sample_size, arguments.skip, reader)
         header.metric_names = fingerprint_names(metrics) if metrics else 0
         has_peers = call.groups.size > 1
+        # Before the gradients are collected: where one is kept elsewhere, the results of the last call are forgotten.
+        stale = counter.stale(plan.parameters, is_weighted=header.participation == Participation.SAMPLES)
         grads = _collect(plan, leaves, header, reader)
         _allocate(call, plan, has_wire=leaves is None)
         flats: Sequence[torch.Tensor] = [buffer.views.flat for buffer in plan.buffers]
@@ -90,6 +95,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         kinds = [ABSENT] * len(plan.parameters)
         sparse: dict[int, torch.Tensor] = {}
         if takes_part:
+            check_complete(counter.incomplete(plan.parameters))
             header.micro_batches = counter.micro_batches
             header.flags |= _step_flags(counter, plan, grads)
             if header.participation == Participation.SAMPLES:
@@ -104,7 +110,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         header.layout, header.mask = plan.layout.fingerprint, _mask_of(bytes(kinds))
         header.waited_seconds = call.group_state.waited_seconds
         segments = () if leaves is None else leaves.sums.segments(flats)
-        packed = Packed(kinds, flats, sparse, header, segments, metrics)
+        packed = Packed(kinds, flats, sparse, header, segments, metrics, stale)
         if takes_part and _wants_norm(call, plan) and not header.flags & Flag.VALUES:
             _add_norm(header, *norm_of(pieces_of(plan, packed)))
         return packed

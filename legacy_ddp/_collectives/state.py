@@ -160,6 +160,8 @@ class Synchronizer:
         """A forward of the wrapper begins: local, and without effect on the forward."""
         if _private_blocks:
             return
+        if torch.is_grad_enabled():
+            self.policy.forwards += 1
         if self.leaves is not None and self.policy.sync_enabled:
             self.leaves.drop_if_cleared()
         for check in self.checks.with_forward:

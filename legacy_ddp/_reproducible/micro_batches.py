@@ -20,8 +20,9 @@ from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._errors import GradientError, LegacyDDPError
 from legacy_ddp._reproducible.partial_sums import LeafSums
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
-from legacy_ddp._step_guard.step_counter import have_nonzero
+from legacy_ddp._step_guard.open_passes import check_complete
 from legacy_ddp._text import error_line
+from legacy_ddp._torch.device import have_nonzero
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,7 @@ class Leaves:
         """Turn the gradients in ``.grad`` into a leaf."""
         if not self.sums.fits(plan):
             raise _changed_parameters()
+        check_complete(self._counter.incomplete(plan.parameters))
         grads = self._grads_of(plan)
         kinds = kinds_of(grads)
         plan.collect(grads)

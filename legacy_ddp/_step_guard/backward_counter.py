@@ -1,14 +1,16 @@
 """Counts of backward passes per parameter since the last call.
 
-The largest count is the number of micro-batches, which serves warnings and never arithmetic: it is too high if a layer
-runs inside several re-entrant checkpoint segments, or if a dropped gradient was zeroed in place; it is too low if
-several losses each use a part of the model, and with ``create_graph=True``.
+The largest count is the number of micro-batches, which serves warnings and never arithmetic. A layer that runs inside
+several re-entrant checkpoint segments is reached several times by one backward pass: so there are at most as many
+micro-batches as forward passes of the wrapper, if there were any. The number is too high for such a layer without a
+wrapper, and if a dropped gradient was zeroed in place; it is too low if several losses each use a part of the model,
+and with ``create_graph=True``.
 """
 
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import contains, is_
@@ -21,12 +23,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._step_guard.open_passes import OpenPasses
 from legacy_ddp._step_guard.result_sums import LastResult, ResultSums
 from legacy_ddp._step_guard.step_clock import StepClock
 
 _ANY_VERSION = -1  # of a parameter after a failed call
 _Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
 _counts: dict[int, list[int]] = {}  # of every counter that exists
+_divided: dict[int, set[int]] = {}  # the same
 _sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
 
 
@@ -36,13 +40,16 @@ class StepPolicy:
 
     ``module_class``: of the wrapped module, empty for parameters without one. ``has_leaves``: gradients were removed
     from ``.grad`` to be summed, and wait for the call. ``has_local_steps``: a step inside a ``no_sync()`` block has
-    used gradients since the last call.
+    used gradients since the last call. ``forwards``: forward passes of the wrapper since the last call, with gradients
+    enabled. ``passes``: that an exception has ended, or that still run.
     """
 
     guarded: bool
     module_class: str = ""
     has_leaves: bool = False
     has_local_steps: bool = False
+    forwards: int = 0
+    passes: OpenPasses = field(default_factory=OpenPasses)
     clock: StepClock = field(default_factory=StepClock)
     block_thread: int = 0  # of the outermost no_sync() block
     sync_enabled: bool = True  # no no_sync() block is open in any thread
@@ -78,10 +85,12 @@ class BackwardHook:
 
     ``last_result``: the gradient left by the last call. ``sums``: of all hooks of the counter. ``earlier_result``: the
     identity of the gradient left by a call with other parameters, before the present parameters replaced them; later
-    writes to it, for example by clipping, do not matter, because the call has divided it all the same.
+    writes to it, for example by clipping, do not matter, because the call has divided it all the same. ``divided``: of
+    the counter: the positions with a result in which a later call has divided an earlier result again.
     ``grad_version``: of the gradient, after its last backward. ``left_version``: the same, after the gradient moved to
     its slot, if it moved. ``is_consumed``: a local step has used the counted gradients, and the next backward counts
     from 1. ``is_stepped``: the parameter was written to between the last call and the first backward since.
+    ``first_pass``: the number of the backward pass that began the counted gradient, -1 if unknown.
     """
 
     name: str
@@ -91,12 +100,14 @@ class BackwardHook:
     policy: StepPolicy
     last_result: LastResult
     sums: ResultSums
+    divided: set[int]
     earlier_result: dict[str, Any] | None = None
     grad_version: int = -1
     left_version: int = -1
     thread: int = 0
     is_consumed: bool = False
     is_stepped: bool = False
+    first_pass: int = -1
 
     def __call__(self, parameter: torch.Tensor) -> None:
         index, counts, versions, grad = self.index, self.counts, self.versions, parameter.grad
@@ -121,6 +132,9 @@ class BackwardHook:
             self.thread = thread
             if thread:
                 self.policy.clock.accumulated = perf_counter()
+                number = self.policy.passes.enter()
+                # A gradient that was written to may have been cleared. A write on a device may leave no version.
+                self.first_pass = self.first_pass if is_continued and grad.is_cpu else number
         count = counts[index]
         if not count or versions[index] == _ANY_VERSION:
             self.is_stepped = versions[index] not in (parameter._version, _ANY_VERSION)
@@ -143,6 +157,10 @@ class BackwardHook:
         return internals.identity(grad) is self.earlier_result or (
             self is not excluding and self.last_result.is_in(grad)
         )
+
+    def was_divided_again(self, grad: torch.Tensor | None) -> bool:
+        """Whether ``grad`` is a result of :attr:`divided`, and no backward has reached it since."""
+        return self.index in self.divided and self.was_reduced(grad)
 
     def was_written(self, grad: torch.Tensor | None) -> bool:
         """Whether the gradient was written to in place after its last backward. After a compiled backward unknown, so
@@ -192,10 +210,12 @@ class BackwardCounter:
         self._identities: list[dict[str, Any]] = []
         self._hooks: list[BackwardHook] = []
         self._has_earlier_results = False  # a call with other parameters left some of the gradients
+        self._divided: set[int] = set()
         self._sums = ResultSums()  # known to all counters from attach() on
         weakref.finalize(self, remove_hooks, self._handles)
-        _counts[id(self)] = self._counts
+        _counts[id(self)], _divided[id(self)] = self._counts, self._divided
         weakref.finalize(self, _counts.pop, id(self), None)
+        weakref.finalize(self, _divided.pop, id(self), None)
 
     def is_attached_to(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the hooks are on these parameters, in this order.
@@ -220,6 +240,7 @@ class BackwardCounter:
         """
         before = self._hooks_on(parameters)
         counts = [0 if found is None else found.hook.counts[found.hook.index] for found in before]
+        divided = [index for index, found in enumerate(before) if found and found.hook.index in self._divided]
         earlier_results = [
             internals.identity(parameter.grad)
             if found is not None and parameter.grad is not None and found.hook.was_reduced(parameter.grad)
@@ -233,6 +254,7 @@ class BackwardCounter:
                 internals.attach_hooks(parameter)
         self._has_earlier_results = any(result is not None for result in earlier_results)
         self._counts[:] = counts
+        self.mark_divided_again(divided)
         self._versions[:] = [parameter._version for parameter in parameters]
         self._sums = ResultSums(last_results, self._counts)
         _sums.append(weakref.ref(self._sums, _sums.remove))
@@ -241,12 +263,22 @@ class BackwardCounter:
                 self._sums.take_over(index, found.hook.sums, found.hook.index)
         self._hooks = [
             BackwardHook(
-                name, index, self._counts, self._versions, self.policy, last_result, self._sums, earlier_result
+                name,
+                index,
+                self._counts,
+                self._versions,
+                self.policy,
+                last_result,
+                self._sums,
+                self._divided,
+                earlier_result,
             )
             for index, (name, last_result, earlier_result) in enumerate(
                 zip(names, last_results, earlier_results, strict=True)
             )
         ]
+        for hook, found in zip(self._hooks, before, strict=True):
+            hook.first_pass = -1 if found is None else found.hook.first_pass
         for hook, parameter in zip(self._hooks, parameters, strict=True):
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._handle_ids = [handle.id for handle in self._handles]
@@ -274,12 +306,39 @@ class BackwardCounter:
         Empty where some gradients were cleared, and steps reached a part of the parameters: optimizers that take turns
         clear their own gradients before they use them.
         """
-        if not any(sums is not None and sums.additions for sums in [reference() for reference in tuple(_sums)]):
+        if not _have_additions():
             return []
         reached = self.reached(parameters)
         found = _find_results(reached, ResultSums.contains)
         is_turn = len(found) < len(reached) and len({own.is_stepped for own, _ in reached}) > 1
         return [] if is_turn else found
+
+    def stale(self, parameters: Sequence[torch.Tensor], *, is_weighted: bool) -> list[int]:
+        """Positions of the parameters with a gradient that holds an earlier result, with a backward added or without.
+
+        Those of which a later call has divided the result again, or all if this call divides (``is_weighted``).
+        """
+        if not (is_weighted or self._divided):
+            return []
+        found = _find_results(self.reached(parameters), ResultSums.contains) if _have_additions() else []
+        if 0 in self._counts:
+            found += [
+                index
+                for index, (count, hook, parameter) in enumerate(
+                    zip(self._counts, self._hooks, parameters, strict=True)
+                )
+                if not count and hook.was_reduced(parameter.grad)
+            ]
+        return found if is_weighted else self.divided_again(found)
+
+    def divided_again(self, positions: Iterable[int]) -> list[int]:
+        """Those of the positions that :meth:`mark_divided_again` has marked."""
+        return [index for index in positions if index in self._divided]
+
+    def mark_divided_again(self, positions: Collection[int]) -> None:
+        """The results at these positions, and at no other, hold an earlier result that a later call has divided."""
+        self._divided.intersection_update(positions)
+        self._divided.update(positions)
 
     def added_to_used_results(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether every gradient reached by backward is the result of a call, used by a step, plus this backward.
@@ -296,11 +355,12 @@ class BackwardCounter:
     @property
     def micro_batches(self) -> int:
         """Backward passes since the last reset, without gradients that a local step has used."""
-        if not self.policy.has_local_steps:
-            return max(self._counts, default=0)
-        return max(
-            (count for count, hook in zip(self._counts, self._hooks, strict=True) if not hook.is_consumed), default=0
-        )
+        if self.policy.has_local_steps:
+            counts = [count for count, hook in zip(self._counts, self._hooks, strict=True) if not hook.is_consumed]
+        else:
+            counts = self._counts
+        largest = max(counts, default=0)
+        return min(largest, self.policy.forwards or largest)
 
     @property
     def accumulations(self) -> int:
@@ -327,6 +387,20 @@ class BackwardCounter:
             (hook, parameter)
             for count, hook, parameter in zip(self._counts, self._hooks, parameters, strict=True)
             if count and not hook.is_consumed
+        ]
+
+    def incomplete(self, parameters: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Names and gradients of :meth:`reached` that hold a part of a backward pass that an exception has ended.
+
+        Gradients that were cleared and made again since then are complete: all their passes came later.
+        """
+        last = self.policy.passes.last_open
+        if last < 0:
+            return []
+        return [
+            (hook.name, grad)
+            for hook, parameter in self.reached(parameters)
+            if 0 <= hook.first_pass <= last and (grad := parameter.grad) is not None
         ]
 
     def was_first_edited(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -367,7 +441,8 @@ class BackwardCounter:
                 self._versions[index] = parameters[index]._version
         self._counts[:] = [0] * len(self._counts)
         self._sums.clear()
-        self.policy.has_local_steps = False
+        self.policy.has_local_steps, self.policy.forwards = False, 0
+        self.policy.passes.forget()
         for hook in self._hooks if self._has_earlier_results else ():
             hook.earlier_result = None
         self._has_earlier_results = False
@@ -388,6 +463,15 @@ class BackwardCounter:
 def is_any_counting() -> bool:
     """Whether any parameter with a hook was reached by backward since the last reset of its counter."""
     return any(map(any, list(_counts.values())))  # a list: other threads may make counters meanwhile
+
+
+def is_any_divided_again() -> bool:
+    """Whether any result holds an earlier result that a later call has divided."""
+    return any(list(_divided.values()))
+
+
+def _have_additions() -> bool:
+    return any(sums is not None and sums.additions for sums in [reference() for reference in tuple(_sums)])
 
 
 @cache

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._errors import UnsynchronizedStepError
+from legacy_ddp._errors import GradientError, UnsynchronizedStepError
 from legacy_ddp._log import shorten_display
-from legacy_ddp._step_guard.backward_counter import BackwardHook, is_any_counting
-from legacy_ddp._step_guard.step_counter import has_nonzero
+from legacy_ddp._step_guard import frozen_gradients
+from legacy_ddp._step_guard.backward_counter import BackwardHook, is_any_counting, is_any_divided_again
+from legacy_ddp._step_guard.frozen_gradients import FrozenHook
+from legacy_ddp._torch import device as devices
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -47,19 +49,48 @@ def _checked(closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> C
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise before anything changes if the step would use a gradient of this rank alone."""
-    if not is_any_counting():
-        return
+    """Raise before anything changes if the step would use a gradient of this rank alone, or a result divided again."""
+    if is_any_counting() or frozen_gradients.with_gradients:
+        _refuse_unsynchronized(optimizer)
+    if is_any_divided_again():
+        _refuse_divided_again(optimizer)
+
+
+def _refuse_unsynchronized(optimizer: torch.optim.Optimizer) -> None:
     found = [pair for group in optimizer.param_groups for pair in unsynchronized(group["params"])]
     # Zeros change no step: zero_grad(set_to_none=False) leaves zeros of a dropped gradient.
-    if any(hook.policy.has_leaves or (at.grad is not None and has_nonzero(at.grad)) for at, hook in found):
+    if any(hook.policy.has_leaves or (at.grad is not None and devices.has_nonzero(at.grad)) for at, hook in found):
         hooks = [hook for at, hook in found if hook.policy.has_leaves or at.grad is not None]
         error = UnsynchronizedStepError(_text(optimizer, hooks), parameter=hooks[0].name)
         shorten_display(error)
         raise error
 
 
-def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, BackwardHook]]:
+def _refuse_divided_again(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = [
+        hook.name
+        for parameter, hooks in zip(parameters, internals.accumulate_hooks(parameters), strict=True)
+        for hook in hooks.values()
+        if type(hook) is BackwardHook
+        and hook.was_divided_again(grad := parameter.grad)
+        and grad is not None
+        and devices.has_nonzero(grad)
+    ]
+    if found:
+        error = GradientError(
+            f"step() of {type(optimizer).__name__} would use grad of {found[0]!r} ({len(found)} of {len(parameters)} "
+            "parameters), which holds the result of an earlier call that a later all_reduce(sample_size=...) has "
+            "divided again, because it was not cleared between them; call zero_grad() for these parameters before the "
+            "next backward(), or, to add up over several calls before one step, divide the loss and call all_reduce() "
+            "without sample_size",
+            parameter=found[0],
+        )
+        shorten_display(error)
+        raise error
+
+
+def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, BackwardHook | FrozenHook]]:
     """The parameters with unreduced gradients, each with a guarding hook.
 
     A parameter is unsynchronized if backward reached it after the last call of every counter on it: where several
@@ -67,14 +98,16 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
     marks the counted gradients as consumed. Leaves are not consumed: they wait for the call whatever a step does.
     """
     for parameter, hooks in zip(parameters, internals.accumulate_hooks(parameters), strict=True):
-        guard = None
+        guard: BackwardHook | FrozenHook | None = None
         for hook in hooks.values():
-            if type(hook) is not BackwardHook:  # a hook of the user
+            if not (type(hook) is BackwardHook or type(hook) is FrozenHook):  # a hook of the user
                 continue
-            if not hook.counts[hook.index]:
-                break
+            if not _waits_for_call(hook, parameter):
+                if type(hook) is BackwardHook:
+                    break
+                continue
             if not hook.policy.sync_enabled:
-                hook.is_consumed = hook.policy.has_local_steps = not hook.policy.has_leaves
+                _consume(hook)
                 break
             if hook.policy.guarded and guard is None:
                 guard = hook
@@ -83,16 +116,44 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
                 yield parameter, guard
 
 
-def _text(optimizer: torch.optim.Optimizer, hooks: list[BackwardHook]) -> str:
-    # Parameters of several wrappers in a script may have equal names.
-    classes = dict.fromkeys(hook.policy.module_class for hook in hooks if hook.policy.module_class)
-    of_class = f" of the wrapped {', '.join(classes)}" if classes else ""
-    single = f"parameter {hooks[0].name!r}{of_class}"
-    which = f"{len(hooks)} parameters{of_class}, first {hooks[0].name!r}" if len(hooks) > 1 else single
+def _waits_for_call(hook: BackwardHook | FrozenHook, parameter: torch.Tensor) -> bool:
+    """Whether backward has made the gradient of ``parameter`` since the last call of the hook's wrapper."""
+    if isinstance(hook, BackwardHook):
+        return hook.counts[hook.index] > 0
+    if hook.grad is not None and (parameter.grad is None or internals.identity(parameter.grad) is not hook.grad):
+        hook.forget()
+    return hook.grad is not None
+
+
+def _consume(hook: BackwardHook | FrozenHook) -> None:
+    """A step inside ``no_sync()`` uses the gradient."""
+    if isinstance(hook, FrozenHook):
+        hook.forget()
+    else:
+        hook.is_consumed = hook.policy.has_local_steps = not hook.policy.has_leaves
+
+
+def _text(optimizer: torch.optim.Optimizer, hooks: Sequence[BackwardHook | FrozenHook]) -> str:
+    unreduced = [hook for hook in hooks if isinstance(hook, BackwardHook)]
+    if not unreduced:
+        return (
+            f"step() of {type(optimizer).__name__} would use gradients that no all_reduce() has reduced:\n"
+            f"  {_which(hooks)}\n"
+            "backward made them, and the parameters were frozen (requires_grad=False) before the call, which leaves\n"
+            "frozen parameters out; freeze them after step(), or clear their gradients when you freeze them"
+        )
     return (
         f"step() of {type(optimizer).__name__} would use gradients that were not reduced since the last backward:\n"
-        f"  {which}\n"
+        f"  {_which(unreduced)}\n"
         "call model.all_reduce() between backward() and step(); a step meant for this\n"
         'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
         "switches this check off"
     )
+
+
+def _which(hooks: Sequence[BackwardHook | FrozenHook]) -> str:
+    # Parameters of several wrappers in a script may have equal names.
+    classes = dict.fromkeys(hook.policy.module_class for hook in hooks if hook.policy.module_class)
+    of_class = f" of the wrapped {', '.join(classes)}" if classes else ""
+    single = f"parameter {hooks[0].name!r}{of_class}"
+    return f"{len(hooks)} parameters{of_class}, first {hooks[0].name!r}" if len(hooks) > 1 else single

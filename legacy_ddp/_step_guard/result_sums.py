@@ -151,7 +151,7 @@ class ResultSums:
     def _shows_that_versions_tell(self, addition: _Addition) -> bool:
         """Whether an old version means that a result was not cleared, as far as the other results show."""
         norms = [seen.norm for seen in self._others() if seen.is_unwritten]
-        return any(map(bool, norms)) if norms else addition.is_on_cpu or bool(self._others())
+        return all(map(bool, norms)) if norms else addition.is_on_cpu or bool(self._others())
 
     def _others(self) -> Collection[_Seen]:
         return () if self._look is None else self._look.seen.values()

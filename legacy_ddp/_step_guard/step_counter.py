@@ -1,7 +1,6 @@
 """Optimizer steps of the process: their observers, their number between two calls, and the GradScaler of each."""
 
 import weakref
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -11,8 +10,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.backward_counter import BackwardHook, StepPolicy
 from legacy_ddp._torch import device as devices
-
-_QUICK_NUMEL = 2**16  # gradients of at most this size are read first
 
 
 class StepObserver:
@@ -144,8 +141,7 @@ class StepCounter(StepObserver):
     def _used_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a gradient of the parameters is not zero, as far as the host knows.
 
-        Small gradients are read first: the first is mostly enough. Large gradients are read in pieces, because
-        ``any()`` copies its input as booleans.
+        Small gradients are read first: the first is mostly enough.
         """
         away = []
         large = []
@@ -159,14 +155,14 @@ class StepCounter(StepObserver):
                         if optimizer not in self._stepped or devices.is_capturing():
                             self._stepped.add(optimizer)
                             return True
-                        away.append(_values_of(grad).any().view(1))
+                        away.append(devices.values_of(grad).any().view(1))
                     continue
-                grad = _values_of(grad)
-                if grad.numel() > _QUICK_NUMEL:
+                grad = devices.values_of(grad)
+                if grad.numel() > devices.QUICK_NUMEL:
                     large.append(grad)
-                elif has_nonzero(grad):
+                elif devices.has_nonzero(grad):
                     return True
-        if any(has_nonzero(piece) for grad in large for piece in grad.chunk(-(-grad.numel() // _QUICK_NUMEL))):
+        if any(map(devices.has_nonzero, large)):
             return True
         self._reader.add(away, self._count_if_any)
         return False
@@ -183,27 +179,6 @@ def _is_of_training(parameter: torch.Tensor) -> bool:
         for hook in hooks.values()
         if type(hook) is BackwardHook
     )
-
-
-def _values_of(grad: torch.Tensor) -> torch.Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
-
-
-def has_nonzero(grad: torch.Tensor) -> bool:
-    """Whether any element is not zero. The sum is much quicker than ``any()``, but may be zero by chance."""
-    values = _values_of(grad)
-    return bool(values.sum()) or bool(values.any())
-
-
-def have_nonzero(grads: Iterable[torch.Tensor]) -> bool:
-    """Whether any of the gradients has an element that is not zero. All on devices are read with one wait."""
-    away = []
-    for grad in grads:
-        if grad.device.type != "cpu":
-            away.append(_values_of(grad))
-        elif has_nonzero(grad):
-            return True
-    return bool(away) and any(devices.read_scalars([values.any() for values in away]))
 
 
 # Of each optimizer the scaler of its last step. Weak references: neither stays alive here.

@@ -5,7 +5,7 @@ context of a driver: a device that the script has not used is not asked.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from legacy_ddp._torch.dispatch import has_own_dispatch
 
 _PINS_MEMORY = ("cuda", "xpu")  # copies from pinned memory need no wait of the host
+QUICK_NUMEL = 2**16  # tensors of at most this size are read at once
 _MAX_WAITING = 256  # of a Reader: a script may never read
 
 
@@ -149,6 +150,39 @@ def read_vectors(vectors: Sequence[torch.Tensor]) -> list[list[Any]]:
         parts = torch.split(data, [vectors[index].nbytes for index in away])
         read |= {index: part.view(vectors[index].dtype).tolist() for index, part in zip(away, parts, strict=True)}
     return [read[index] for index in range(len(vectors))]
+
+
+def values_of(grad: torch.Tensor) -> torch.Tensor:
+    """The elements of a gradient: of a sparse one those that it has."""
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def has_nonzero(grad: torch.Tensor) -> bool:
+    """Whether any element is not zero. The sum is much quicker than ``any()``, but may be zero by chance.
+
+    Read in pieces: the first is mostly enough, and ``any()`` copies its input as booleans.
+    """
+    values = values_of(grad)
+    pieces = values.chunk(-(-values.numel() // QUICK_NUMEL)) if values.numel() > QUICK_NUMEL else (values,)
+    return any(bool(piece.sum()) or bool(piece.any()) for piece in pieces)
+
+
+def have_nonzero(grads: Iterable[torch.Tensor]) -> bool:
+    """Whether any of the gradients has an element that is not zero. All on devices are read with one wait."""
+    away = []
+    for grad in grads:
+        if grad.device.type != "cpu":
+            away.append(values_of(grad))
+        elif has_nonzero(grad):
+            return True
+    return bool(away) and any(read_scalars([values.any() for values in away]))
+
+
+def which_nonzero(grads: Collection[torch.Tensor]) -> list[bool]:
+    """For each gradient, whether any element is not zero. All on devices are read with one wait."""
+    away = [values_of(grad).any() for grad in grads if grad.device.type != "cpu"]
+    read = iter(read_scalars(away) if away else ())
+    return [has_nonzero(grad) if grad.device.type == "cpu" else bool(next(read)) for grad in grads]
 
 
 class Reader:

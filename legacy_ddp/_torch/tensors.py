@@ -235,7 +235,15 @@ def attach_hooks(tensor: torch.Tensor) -> None:
 
 def inside_backward() -> bool:
     """Whether the calling thread runs as part of a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return current_backward() != -1
+
+
+current_backward: Callable[[], int] = torch._C._current_graph_task_id  # the number of the pass of the caller, or -1
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the present backward pass, if no exception ends the pass."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def profiled(*names: object) -> AbstractContextManager[object]:

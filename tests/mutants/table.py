@@ -652,4 +652,62 @@ WATCHDOG = (
     ),
 )
 
-MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG)
+STEPS = (
+    Mutant(
+        "a result divided again is marked on the ranks that hold it alone",
+        "stale, marked, fresh = step.call.maximum(torch.stack([stale, marked, fresh])).bool()",
+        "stale, marked, fresh = torch.stack([stale, marked, fresh]).bool()",
+        "tests/step_guard/test_divided_results.py -k three_ranks",
+    ),
+    Mutant(
+        "a result that some ranks have cleared is whole",
+        "(stale & (marked | fresh | is_divided))",
+        "(stale & (marked | is_divided))",
+        "tests/step_guard/test_divided_results.py -k not_stepped",
+    ),
+    Mutant(
+        "a plain call forgets which results were divided again",
+        "if not (is_weighted or self._divided):",
+        "if not is_weighted:",
+        "tests/step_guard/test_divided_results.py -k not_stepped",
+    ),
+    Mutant(
+        "earlier results are looked for behind the copy",
+        "        grads = _collect(plan, leaves, header, reader)\n",
+        "        grads = _collect(plan, leaves, header, reader)\n        stale = counter.stale(plan.parameters, "
+        "is_weighted=header.participation == Participation.SAMPLES)\n",
+        "tests/step_guard/test_divided_results.py -k not_stepped",
+    ),
+    Mutant(
+        "a layer frozen for the first time is forgotten",
+        "return internals.identity(grad) if hook.counts[hook.index] and not hook.is_consumed else None",
+        "return None",
+        "tests/step_guard/test_frozen_gradients.py",
+    ),
+    Mutant(
+        "every gradient since the first pass is half a gradient",
+        "if 0 <= hook.first_pass <= last and",
+        "if 0 <= hook.first_pass and",
+        "tests/step_guard/test_passes.py -k half_a_backward",
+    ),
+    Mutant(
+        "a gradient that was cleared in place belongs to its first pass",
+        "self.first_pass if is_continued and grad.is_cpu else number",
+        "self.first_pass if self.counts[index] else number",
+        "tests/step_guard/test_passes.py -k half_a_backward",
+    ),
+    Mutant(
+        "a block with half a backward is a leaf",
+        "        check_complete(self._counter.incomplete(plan.parameters))\n        grads = self._grads_of(plan)",
+        "        grads = self._grads_of(plan)",
+        "tests/step_guard/test_passes.py -k half_a_backward",
+    ),
+    Mutant(
+        "passes inside of a pass are micro-batches",
+        "return min(largest, self.policy.forwards or largest)",
+        "return largest",
+        "tests/step_guard/test_passes.py -k reentrant",
+    ),
+)
+
+MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG, *STEPS)

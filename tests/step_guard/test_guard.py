@@ -154,6 +154,7 @@ def _planned_anew_after_backward(model: Model) -> None:
     """A failed call that planned anew has not forgotten what was counted."""
     backward(model)
     model.module[2].bias.requires_grad_(False)
+    model.module[2].bias.grad = None
     _failed_call_swallowed(model)
 
 
