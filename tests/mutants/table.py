@@ -710,4 +710,39 @@ STEPS = (
     ),
 )
 
-MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG, *STEPS)
+_SETTINGS = "tests/debug/diff/test_settings.py"
+
+TRACES = (
+    Mutant(
+        "a step without settings has other settings",
+        'may_lack = phase in ("settings", *self.may_lack)',
+        "may_lack = phase in self.may_lack",
+        f"{_SETTINGS} -k without_settings",
+    ),
+    Mutant(
+        "the start of a resumed run has settings",
+        "            if None not in digests:\n                settings",
+        "            if True:\n                settings",
+        "tests/debug/diff/test_resumed_runs.py",
+    ),
+    Mutant(
+        "a setting of another implementation is the headline",
+        "return item.is_apart, item.is_of_one_side, item.first < step",
+        "return False, False, item.first < step",
+        _SETTINGS,
+    ),
+    Mutant(
+        "a setting that differs before the step is not the headline",
+        "there = sorted((item for item in settings if {*item.present} & {*ranks}), key=unlikeliness)",
+        "there = sorted((item for item in settings if item.first == step), key=unlikeliness)",
+        _SETTINGS,
+    ),
+    Mutant(
+        "settings after a start are not listed",
+        "    if tensors[0] not in starts:\n        return tensors[0]\n",
+        "    return tensors[0]\n",
+        "tests/debug/diff/test_resumed_runs.py -k lost_a_part",
+    ),
+)
+
+MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG, *STEPS, *TRACES)

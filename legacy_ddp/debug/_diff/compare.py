@@ -8,6 +8,7 @@ difference.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,6 +17,7 @@ from legacy_ddp.debug._diff import causes, coverage
 from legacy_ddp.debug._diff.explain import Evidence, Kind, explain
 from legacy_ddp.debug._diff.locations import (
     MAX_OTHERS,
+    SETTINGS,
     Key,
     LocationMask,
     Locations,
@@ -23,6 +25,7 @@ from legacy_ddp.debug._diff.locations import (
     bit_mask,
     divergences_of_ranks,
     divergences_of_runs,
+    first_of_tensors,
     merge,
 )
 from legacy_ddp.debug._diff.operations import RankOperations, RunOperations, with_operations
@@ -38,6 +41,15 @@ from legacy_ddp.debug._diff.pair import (
     unfinished_step,
 )
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, OperationFinding, Verdict
+from legacy_ddp.debug._diff.settings import (
+    SettingDifference,
+    SettingDifferences,
+    cause_of_ranks,
+    cause_of_runs,
+    explaining,
+    is_apart,
+    setting_causes,
+)
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
 from legacy_ddp.debug._trace.run import Run, RunCoverage
@@ -52,9 +64,10 @@ def compare_runs(a: Run, b: Run, progress: Progress = lambda _: None) -> Compari
 
     Rank r is compared with rank r. Runs of different world sizes are compared in the phases which ranks share: rank 0
     with rank 0, and the ranks of each run with each other. Every file is read once, and the files of differing ranks
-    again up to the first difference. Where lines differ their digests are parsed, and whole lines only in the first
-    location. Two files are open at a time. Memory grows with the number of steps plus the number of ranks, and for
-    different world sizes with the differences between the ranks of a run (see :func:`compare_ranks`).
+    again up to the first different tensors, those of ranks with different settings among them. Where lines differ their
+    digests are parsed, and whole lines only in the first location. Two files are open at a time. Memory grows with the
+    number of steps plus the number of ranks, and for different world sizes with the differences between the ranks of a
+    run (see :func:`compare_ranks`).
 
     Raises:
         TraceError: a trace file cannot be read, or the runs are of different models.
@@ -107,6 +120,7 @@ class _Found:
     masks: Mapping[Key, LocationMask]
     divergences: Sequence[Divergence]
     causes: Sequence[Cause]
+    settings_apart: Sequence[Cause]
     evidence: Mapping[str, Any]
     operations: OperationFinding | None
     notes: Sequence[str]
@@ -121,6 +135,11 @@ class _Found:
         """Labels of the runs which start with the state after ``step``."""
         pairs = zip(self.recorded, self.runs, strict=True)
         return [item.label for item, run in pairs if step == run.environments[0].first_step - 1]
+
+    def resumed(self) -> tuple[str, int] | None:
+        """Label and start of the run that starts later; None if all runs start with the same step."""
+        starts = {run.environments[0].first_step - 1: item for item, run in zip(self.recorded, self.runs, strict=True)}
+        return (starts[max(starts)].label, max(starts)) if len(starts) > 1 else None
 
 
 def _result(found: _Found) -> Comparison:
@@ -145,6 +164,7 @@ def _different(found: _Found, first: Divergence, *others: Divergence) -> Compari
         is_start=bool(starting),
         starting_run=starting[0] if len(starting) == 1 else "",
         previous=max((step for step in found.steps if step < first.step), default=None),
+        resumed=found.resumed(),
         causes=frozenset(cause.what for cause in found.causes),
         **found.evidence,
     )
@@ -158,6 +178,7 @@ def _different(found: _Found, first: Divergence, *others: Divergence) -> Compari
         size=evidence.size,
         explanation=explain(evidence),
         causes=tuple(found.causes),
+        settings_apart=tuple(found.settings_apart),
         locations=locations,
         more_locations=more_locations,
     )
@@ -223,6 +244,7 @@ class _RunPairs:
         self._local_buffers = sorted({*a.environments[0].local_buffers, *b.environments[0].local_buffers})
         self._calls, self._operations = causes.CallDifferences(), RunOperations()
         self._locations = Locations()
+        self._ranks_with_other_settings: list[int] = []
         self._metrics: tuple[MetricDifference, ...] = ()
         for rank in range(a.world_size) if self._has_equal_sizes else (0,):
             with self._open(rank, progress) as pair:
@@ -248,26 +270,27 @@ class _RunPairs:
             differing, names = pair.differing(step, phase)
             if differing:
                 self._locations.add((step, PHASES.index(phase)), rank, differing, names)
+        if SettingDifferences.has_any(pair):
+            self._ranks_with_other_settings.append(rank)
         if self._has_equal_sizes:
-            first = self._locations.first(of_settings=False)
+            first = first_of_tensors(self._locations.masks)
             self._calls.add_rank(rank, pair, first and first[0])
             self._operations.add_rank(rank, pair, first and first[0])
 
     def found(self) -> _Found:
         """If only settings differ, there is no divergence but a note: they changed no bit."""
         problems = [] if self._has_equal_sizes else [*self._compare_ranks_of_each()]
-        settings, tensors = (self._locations.first(of_settings=is_first) for is_first in (True, False))
-        settings_come_first = bool(settings and tensors and settings[0] == tensors[0] and settings < tensors)
+        tensors = first_of_tensors(self._locations.masks)
         divergences, size = self._read(tensors)
-        of_settings, _ = self._read(settings)
-        around, before = self._environment_causes(), [*map(_setting_cause, of_settings)]
-        if settings_come_first:
-            divergences, size = of_settings, None
+        settings = self._compare_settings(tensors)
+        if tensors and tensors[1] > SETTINGS:
+            ranks = self._locations.masks[tensors].rank_numbers
+            if of_settings := explaining(tensors[0], ranks, settings.settings):
+                divergences, size = of_settings, None
         first = divergences[0] if divergences else None
-        found = []
-        if first:
-            early = before if settings and settings[0] <= first.step and not settings_come_first else []
-            found = [*around, *early, *self._call_causes(first.step)]
+        around = self._environment_causes()
+        cause_of = partial(cause_of_runs, ranks=self._compared.ranks)
+        likely, others, apart = setting_causes(settings, first, cause_of)
         world_sizes = [run.world_size for run in self._runs]
         equal = f"what runs of {' and of '.join(map(_ranks, world_sizes))} have in common"
         return _Found(
@@ -278,11 +301,12 @@ class _RunPairs:
             steps=self._compared.any_steps,
             masks=self._locations.masks,
             divergences=divergences,
-            causes=found,
-            evidence=self._evidence(first, size) if first else {},
+            causes=[*likely, *around, *self._call_causes(first.step), *others] if first else [],
+            settings_apart=apart,
+            evidence={**self._evidence(first, size), **_setting_evidence(settings)} if first else {},
             operations=self._operations.finding(first),
             notes=self._notes(problems),
-            notes_if_same=coverage.cause_notes([*around, *before]),
+            notes_if_same=coverage.cause_notes([*around, *likely, *others, *apart]),
             notes_about_operations=self._operations.notes(first),
             equal=_ranks(world_sizes[0]) if self._has_equal_sizes else equal,
             where=f" of {name_ranks(first.ranks)}" if first and self._has_equal_sizes else "",
@@ -303,6 +327,19 @@ class _RunPairs:
                     yield pair.entries(step, phase)
 
         return divergences_of_runs(step, phase, ranks, entries())
+
+    def _compare_settings(self, tensors: Key | None) -> SettingDifferences:
+        """The settings that differ up to the step of the first different tensors; of all steps without any.
+
+        A start has no settings: those of the next step count.
+        """
+        steps = self._compared.any_steps
+        until = _settings_until(steps, tensors, [run.environments[0].first_step - 1 for run in self._runs])
+        found = SettingDifferences([step for step in steps if step <= until], tensors and tensors[0])
+        for rank in self._ranks_with_other_settings:
+            with self._open(rank, until=until) as pair:
+                found.add_rank(rank, pair)
+        return found
 
     def _compare_ranks_of_each(self) -> Iterator[str]:
         """Check that rank 0 stands for all ranks of its run, and in which steps; yields the reasons against it."""
@@ -366,10 +403,17 @@ class _RunPairs:
         return [*texts, *problems]
 
 
-def _setting_cause(item: Divergence) -> Cause:
-    """A setting that differs before the tensors do."""
-    sides = tuple((side.label, side.value or "nothing") for side in item.sides)
-    return Cause(item.name, sides, f"from step {item.step}")
+def _settings_until(steps: Sequence[int], tensors: Key | None, starts: Sequence[int]) -> int:
+    """The last step in which settings are compared."""
+    if tensors is None:
+        return steps[-1] if steps else 0
+    if tensors[0] not in starts:
+        return tensors[0]
+    return min((step for step in steps if step > tensors[0]), default=tensors[0])
+
+
+def _setting_evidence(found: SettingDifferences) -> Mapping[str, tuple[SettingDifference, ...]]:
+    return {"settings": found.settings, "optimizer_steps": found.optimizer_steps}
 
 
 class _RankPairs:
@@ -389,6 +433,7 @@ class _RankPairs:
         self._locations = Locations()
         self._groups: dict[Key, RankGroups] = {}
         self._unfinished: set[tuple[int, str]] = set()
+        self._ranks_with_other_settings: list[int] = []
         with run.open(0, progress) as reference:
             self._micro_batches: dict[int, list[int]] = {step: [] for step in reference.micro_batches}
             self._add(0, reference, reference)
@@ -409,6 +454,8 @@ class _RankPairs:
             for step, numbers in self._micro_batches.items()
             if step in trace.micro_batches
         }
+        if SettingDifferences.has_any(pair):
+            self._ranks_with_other_settings.append(rank)
         for step, phase in pair.candidates:
             self._compare(rank, pair, step, phase)
 
@@ -426,13 +473,20 @@ class _RankPairs:
 
     def found(self) -> _Found:
         run, size, masks = self._run, self._run.world_size, self._masks()
-        divergences = divergences_of_ranks(run, min(masks), self._keep) if masks else []
+        tensors = first_of_tensors(masks)
+        settings = self._compare_settings(tensors)
+        keys = {(item.first, SETTINGS) for item in settings.settings if not item.is_apart} & {*masks}
+        key = min(keys | ({tensors} if tensors else set()), default=None)
+        divergences = divergences_of_ranks(run, key, self._keep) if key else []
+        divergences.sort(key=lambda item: item.phase == "settings" and is_apart(item.name))
         first = divergences[0] if divergences else None
         micro_batches = self._micro_batches
         if first is not None:  # in later steps operations may differ because of this divergence
             micro_batches = {step: numbers for step, numbers in micro_batches.items() if step <= first.step}
         operations = RankOperations(run, micro_batches)
-        environment_causes = self._environment_causes()
+        around = self._environment_causes()
+        cause_of = partial(cause_of_ranks, world_size=size)
+        likely, others, apart = setting_causes(settings, first, cause_of)
         return _Found(
             words=self._words,
             runs=(run,),
@@ -441,15 +495,28 @@ class _RankPairs:
             steps=self._compared.steps,
             masks=masks,
             divergences=divergences,
-            causes=environment_causes,
-            evidence={"kind": "ranks", "world_size": size},
+            causes=[*likely, *around, *others],
+            settings_apart=apart,
+            evidence={"kind": "ranks", "world_size": size, **_setting_evidence(settings)},
             operations=operations.finding,
             notes=self._notes(),
-            notes_if_same=[f"{cause.what} differs between ranks and changed no bit" for cause in environment_causes],
+            notes_if_same=[
+                *(f"{cause.what} differs between ranks and changed no bit" for cause in around),
+                *coverage.cause_notes([*likely, *others, *apart]),
+            ],
             notes_about_operations=operations.notes(),
             equal=f"{size} ranks hold the same",
             where=_against(first) if first else "",
         )
+
+    def _compare_settings(self, tensors: Key | None) -> SettingDifferences:
+        """The settings in which ranks differ up to the step of the first different tensors."""
+        until = _settings_until(self._compared.steps, tensors, [self._run.environments[0].first_step - 1])
+        found = SettingDifferences([step for step in self._compared.steps if step <= until], tensors and tensors[0])
+        for rank in self._ranks_with_other_settings:
+            with self._run.open(0, until=until) as reference, self._run.open(rank, until=until) as trace:
+                found.add_rank(rank, Pair(reference, trace, SHARED_PHASES, self._keep, may_lack=()))
+        return found
 
     def _masks(self) -> dict[Key, LocationMask]:
         """The locations with a difference in what was compared on all ranks, with the ranks outside the majority."""

@@ -14,8 +14,9 @@ from legacy_ddp.debug._diff.causes import (
     TOOK_PART,
     TOTALS,
 )
-from legacy_ddp.debug._diff.pair import GROWTH_LIMIT, ROUNDING_LIMIT, Growth
+from legacy_ddp.debug._diff.pair import GROWTH_LIMIT, ROUNDING_LIMIT, Growth, first_few
 from legacy_ddp.debug._diff.result import Divergence
+from legacy_ddp.debug._diff.settings import TAKEN, SettingDifference, chooses_implementation
 from legacy_ddp.debug._operations.explain import Row, always, explain_by
 
 Kind = Literal["runs", "sizes", "ranks"]
@@ -30,10 +31,11 @@ class Evidence:
 
     ``compared``: phases recorded on both sides. ``previous``: the last compared step before the divergence, None
     without any. ``is_start``: the divergence is at the start of a run; ``starting_run``: A or B if only this run starts
-    there. ``causes``: names of the possible causes. ``inputs_known``, ``generators_known``: inputs and random
-    generators of the differing ranks were recorded. ``reproducible``: sums do not depend on the world size. ``size``:
-    as in :class:`Comparison`. ``growth``: of a difference of rounding size. ``world_size``: of one run, to speak of a
-    majority.
+    there; ``resumed``: label and start of the run that starts later than the other run. ``settings``,
+    ``optimizer_steps``: as in :class:`SettingDifferences`. ``causes``: names of the possible causes. ``inputs_known``,
+    ``generators_known``: inputs and random generators of the differing ranks were recorded. ``reproducible``: sums do
+    not depend on the world size. ``size``: as in :class:`Comparison`. ``growth``: of a difference of rounding size.
+    ``world_size``: of one run, to speak of a majority.
     """
 
     kind: Kind
@@ -42,6 +44,9 @@ class Evidence:
     is_start: bool
     previous: int | None
     starting_run: str = ""
+    resumed: tuple[str, int] | None = None
+    settings: tuple[SettingDifference, ...] = ()
+    optimizer_steps: tuple[SettingDifference, ...] = ()
     causes: frozenset[str] = frozenset()
     inputs_known: bool = False
     generators_known: bool = False
@@ -63,11 +68,56 @@ class Evidence:
         return f"{self.first.name} is {' and '.join(sides)}"
 
     @property
+    def settings_there(self) -> str:
+        """The settings that differ in the step of the first difference; empty without any."""
+        return first_few("", [item.name for item in self.settings if item.present])
+
+    @property
+    def settings_are_apart(self) -> bool:
+        """Whether all of these settings change a step by rounding at most."""
+        return all(item.is_apart for item in self.settings if item.present)
+
+    @property
+    def implementation(self) -> str:
+        """The settings that may explain a difference of rounding size, if no other setting differs there."""
+        names = [item.name for item in self.settings if item.present and chooses_implementation(item.name)]
+        return first_few("", names) if self.is_rounding and self.settings_are_apart else ""
+
+    @property
+    def settings_before(self) -> bool:
+        """Whether settings differ in a step before the first difference."""
+        return any(item.first < self.first.step for item in self.settings)
+
+    @property
+    def settings_after(self) -> str:
+        """The settings that differ in the step after the first difference, if that is a start; empty without any."""
+        return first_few("", [item.name for item in self.settings if item.first > self.first.step])
+
+    @property
+    def earlier(self) -> str:
+        """The steps in which the first divergence, a setting, differs; empty if it does not differ before."""
+        found = (item for item in self.settings if item.name == self.first.name and item.first < self.first.step)
+        return next((item.when for item in found), "")
+
+    @property
+    def untaken(self) -> str:
+        """``The step of the optimizer was taken in A and not taken in B.``; empty if all sides took it."""
+        item = next((item for item in self.optimizer_steps if item.present), None)
+        if item is None:
+            return ""
+        value = next(iter(item.present.values()))
+        if self.kind != "ranks":
+            return f"The {item.name} was {value.a.value} in A and {value.b.value} in B."
+        without = [rank for rank, found in item.present.items() if found.b.value != TAKEN] or [0]
+        return f"The {item.name} was not taken on {name_ranks(without)}."
+
+    @property
     def earlier_phases(self) -> str:
         """Beginning of a sentence: the earlier phases of the step which agree, and those without a record."""
+        labels = {**_PHASES_BEFORE, **({"settings": "all other settings"} if self.settings_there else {})}
         phases = list(_PHASES_BEFORE)
         earlier = phases[: phases.index(self.first.phase)] if self.first.phase in phases else phases
-        agree = [_PHASES_BEFORE[phase] for phase in earlier if phase in self.compared]
+        agree = [labels[phase] for phase in earlier if phase in self.compared]
         missing = [_PHASES_BEFORE[phase] for phase in earlier if phase not in self.compared and phase != "optimizer"]
         text = f"{' and '.join(missing)} were not recorded; " if missing else ""
         if agree:
@@ -150,10 +200,11 @@ def _told(group: Group, evidence: Evidence) -> str:
 def _groups(evidence: Evidence) -> tuple[Group, ...]:
     start, phase = evidence.is_start, evidence.first.phase
     before = () if start else (_STEPS_BEFORE,)
+    after = (_SETTINGS_AFTER,) if start else ()
     if evidence.kind == "ranks":
-        return (_MAJORITY, *before, (_RANKS_AT_START if start else _BETWEEN_RANKS)[phase])
+        return (_MAJORITY, *before, (_RANKS_AT_START if start else _BETWEEN_RANKS)[phase], *after)
     sizes = (_WORLD_SIZES,) if evidence.kind == "sizes" and not start else ()
-    return (*before, *(_RUNS_AT_START if start else _BETWEEN_RUNS)[phase], *sizes, *_SIZE)
+    return (*before, *(_RUNS_AT_START if start else _BETWEEN_RUNS)[phase], *after, *sizes, *_SIZE)
 
 
 _MAJORITY: Group = [
@@ -162,10 +213,29 @@ _MAJORITY: Group = [
 ]
 _STEPS_BEFORE: Group = [
     Row(lambda c: c.previous is None, "Nothing before this step was compared, so the cause may lie earlier."),
+    Row(
+        lambda c: c.previous == c.first.step - 1 and c.settings_before,
+        "All tensors that were compared up to step {c.previous} agree, also where settings differ.",
+    ),
     Row(lambda c: c.previous == c.first.step - 1, "All that was compared up to step {c.previous} agrees."),
     "Steps after {c.previous} and before this one were not compared, so the cause may lie in any of them.",
 ]
 _ONLY_SIDE = Row(lambda c: c.only_side, "Only {c.only_side} holds {c.first.name}.")
+_UNTAKEN = Row(lambda c: c.untaken, "{c.untaken} A GradScaler skips a step, and so may a condition of the script.")
+_OTHER_SETTINGS: Group = [
+    Row(lambda c: c.implementation, ""),  # the reason, which follows
+    Row(
+        lambda c: c.settings_there and c.settings_are_apart,
+        "Settings that differ in this step change it by rounding at most: {c.settings_there}.",
+    ),
+    Row(lambda c: c.settings_there, "Settings that differ in this step: {c.settings_there}."),
+]
+_IMPLEMENTATION = Row(
+    lambda c: c.implementation,
+    "{c.earlier_phases}the likely cause is another implementation of the step: {c.implementation}.",
+)
+
+_SETTINGS_AFTER = Row(lambda c: c.settings_after, "In the next compared step settings differ, too: {c.settings_after}.")
 
 _RUNS_AT_START: dict[str, tuple[Group, ...]] = {
     "settings": ("{c.begin_with} other settings of the optimizer: {c.values}.",),
@@ -240,22 +310,41 @@ _BETWEEN_RUNS: dict[str, tuple[Group, ...]] = {
     ),
     "settings": (
         "A setting of the optimizer differs: {c.values}. Look for another schedule or another argument.",
+        Row(lambda c: c.earlier, "It differs {c.earlier}."),
+        Row(
+            lambda c: c.resumed,
+            "{c.resumed[0]} was resumed at step {c.resumed[1]}: was the state of a scheduler left out of a checkpoint, "
+            "or of loading it?",
+        ),
         Row(lambda c: "reduced_gradients" in c.compared, "Gradients agree up to there."),
     ),
     "optimizer": (
-        (
-            "{c.earlier_phases}the cause is something else after the previous step. Possible are gradients clipped or "
-            "edited before step(), a step left out or taken twice, a write to the optimizer's state (or to weights, "
-            "which weight decay carries there), and other arithmetic of the optimizer."
-        ),
+        _OTHER_SETTINGS,
+        [
+            _UNTAKEN,
+            _IMPLEMENTATION,
+            (
+                "{c.earlier_phases}the cause is something else after the previous step. Possible are gradients clipped "
+                "or edited before step(), a step left out or taken twice, a write to the optimizer's state (or to "
+                "weights, which weight decay carries there), and other arithmetic of the optimizer."
+            ),
+        ],
         _ONLY_SIDE,
     ),
     "parameters": (
+        _OTHER_SETTINGS,
         [
+            _UNTAKEN,
+            _IMPLEMENTATION,
             Row(
                 lambda c: "optimizer" in c.compared,
                 "{c.earlier_phases}only weights differ. Possible are a write to them outside of step(), a step left "
                 "out or taken twice, other arithmetic, and memory.",
+            ),
+            Row(
+                lambda c: "settings" in c.compared,
+                "{c.earlier_phases}the cause came between the call and the end of the step. Possible are gradients "
+                "clipped or edited there, other arithmetic of the optimizer, and a write to weights.",
             ),
             (
                 "{c.earlier_phases}the cause came between the call and the end of the step. Possible are gradients "
@@ -274,7 +363,7 @@ _BETWEEN_RUNS: dict[str, tuple[Group, ...]] = {
     ),
 }
 
-_BETWEEN_RANKS: dict[str, str] = {
+_BETWEEN_RANKS: dict[str, Group] = {
     "reduced_gradients": (
         "Ranks left one call with other gradients: a transport or memory that does not keep its bits, or a "
         "communication hook that reduces in sub-groups by design."
@@ -282,22 +371,24 @@ _BETWEEN_RANKS: dict[str, str] = {
     "settings": (
         "Ranks hold other settings of the optimizer: a scheduler that is ahead, or an argument that depends on rank."
     ),
-    "optimizer": (
+    "optimizer": [
+        _UNTAKEN,
         "{c.earlier_phases}the cause is something else after the previous step. Possible are gradients clipped or "
         "edited on some ranks only, a step left out, a write to the optimizer's state (or to weights, which weight "
-        "decay carries there), and memory."
-    ),
-    "parameters": (
+        "decay carries there), and memory.",
+    ],
+    "parameters": [
+        _UNTAKEN,
         "{c.earlier_phases}the cause is something else after the previous step. Possible are a write to weights "
-        "outside of step(), a step left out on some ranks, gradients clipped on some ranks only, and memory."
-    ),
+        "outside of step(), a step left out on some ranks, gradients clipped on some ranks only, and memory.",
+    ],
     "buffers": (
         "Buffers differ between ranks. Often they are statistics of each rank's own data (BatchNorm, an average). If "
         'that is meant, leave them out here, --local-buffers "*.running_*", and in the training, '
         'Checks(local_buffers=("*.running_*",)); else call broadcast_buffers().'
     ),
 }
-_RANKS_AT_START: dict[str, str] = {
+_RANKS_AT_START: dict[str, Group] = {
     **_BETWEEN_RANKS,
     "optimizer": "Ranks begin with another state of the optimizer: a checkpoint loaded on some of them only.",
     "parameters": (

@@ -28,6 +28,8 @@ MAX_OTHERS = 10
 Key = tuple[int, int]
 """Step, and index of the phase in ``PHASES``: sorts in the order of training."""
 
+SETTINGS = PHASES.index("settings")
+
 _LIKE_RANK_0 = 0
 _Group = tuple[Entry, list[int]]
 """An entry, and the ranks which hold it."""
@@ -65,10 +67,6 @@ class Locations:
         self._indices: dict[int, dict[str, int]] = {}  # bits of names by phase, in the order of arrival
         self._of_all_names: dict[tuple[int, tuple[str, ...]], int] = {}  # these names repeat in every step
 
-    def first(self, *, of_settings: bool) -> Key | None:
-        """The first location with differing settings, or with differing tensors."""
-        return min((key for key in self.masks if (PHASES[key[1]] == "settings") == of_settings), default=None)
-
     def add(self, key: Key, rank: int, differing: Collection[str], names: tuple[str, ...]) -> None:
         """Add the differing names, among ``names``, of one rank."""
         if (key[1], names) not in self._of_all_names:
@@ -84,6 +82,11 @@ class Locations:
         known = self._indices.setdefault(phase, {})
         indices = [known.setdefault(name, len(known)) for name in names]
         return bit_mask(indices, len(known))
+
+
+def first_of_tensors(masks: Mapping[Key, LocationMask]) -> Key | None:
+    """The first location with differing tensors."""
+    return min((key for key in masks if key[1] != SETTINGS), default=None)
 
 
 def merge(masks: Mapping[Key, LocationMask], steps: Sequence[int]) -> tuple[tuple[Location, ...], int]:
@@ -175,11 +178,15 @@ def divergences_of_runs(
 def divergences_of_ranks(run: Run, key: Key, keep: Keep) -> list[Divergence]:
     """The divergences between ranks in a location, in the order of names. One file is open at a time."""
     step, phase = key[0], PHASES[key[1]]
-    everyone = range(run.world_size)
+    everyone = []
     groups: dict[str, dict[tuple[str, str], _Group]] = {}
-    for rank in everyone:
+    for rank in range(run.world_size):
         with run.open(rank, until=step) as trace:
-            for name, entry in entries(trace.section(step, phase), keep).items():
+            section = trace.section(step, phase)
+            if section is None and phase == "settings":  # a step without settings is one that was not taken
+                continue
+            everyone.append(rank)
+            for name, entry in entries(section, keep).items():
                 if entry.identity:
                     groups.setdefault(name, {}).setdefault(entry.identity, (entry, []))[1].append(rank)
     by_name = {name: _with_absent(list(found.values()), everyone) for name, found in groups.items()}

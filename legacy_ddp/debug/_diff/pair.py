@@ -40,11 +40,20 @@ class Entry:
 
     @property
     def identity(self) -> tuple[str, str] | None:
-        """Kind and value, which decide equality; None for an absent entry."""
-        return None if self.value is None else (self.kind, self.value)
+        """Kind and value, which decide equality; None for an absent entry. A setting 0 is equal to 0.0."""
+        if self.value is None:
+            return None
+        return self.kind, self.value if self.kind else _as_number(self.value)
 
     def side(self, label: str) -> Side:
         return Side(label, self.value, self.norm, self.nonfinite)
+
+
+def _as_number(text: str) -> str:
+    try:
+        return repr(float(text))
+    except ValueError:
+        return text
 
 
 ABSENT = Entry("", None, None, 0)
@@ -152,8 +161,8 @@ def unfinished_step(trace: RankTrace) -> int | None:
 class Pair:
     """Two trace files. ``phases``: the phases to compare. ``keep``: selects the entries to compare.
 
-    ``may_lack``: phases that one of the files may lack in a step, as a recorder leaves buffers out where it cannot see
-    their changes.
+    ``may_lack``: phases that one of the files may lack in a step, besides settings, which come from a step of the
+    optimizer alone: a recorder leaves buffers out where it cannot see their changes.
     """
 
     a: RankTrace
@@ -185,7 +194,8 @@ class Pair:
 
     def _is_compared(self, step: int, phase: str) -> bool:
         missing = [trace for trace in (self.a, self.b) if trace.digest(step, phase) is None]
-        return not missing or (len(missing) == 1 and phase not in self.may_lack and unfinished_step(missing[0]) != step)
+        may_lack = phase in ("settings", *self.may_lack)
+        return not missing or (len(missing) == 1 and not may_lack and unfinished_step(missing[0]) != step)
 
     @cached_property
     def candidates(self) -> list[tuple[int, str]]:
@@ -199,7 +209,8 @@ class Pair:
     def differing(self, step: int, phase: str) -> tuple[dict[str, tuple[str, str] | None], tuple[str, ...]]:
         """Names with unequal entries, each with its :attr:`Entry.identity` in B, and all names."""
         names = self.a.names(step, phase)
-        if names is not None and names == self.b.names(step, phase) and self._keeps_all_of(names):
+        has_bits = phase != "settings"  # texts are compared by their meaning
+        if has_bits and names is not None and names == self.b.names(step, phase) and self._keeps_all_of(names):
             rows = zip(names.names, names.kinds, self.a.words(step, phase), self.b.words(step, phase), strict=True)
             unequal = [(name, kind, right) for name, kind, left, right in rows if left != right]
             return {name: None if word is None else (kind, word) for name, kind, word in unequal}, names.names
@@ -269,9 +280,9 @@ def check_same_model(pair: Pair, a: Path, b: Path) -> None:
     left, right = _kinds(pair, pair.a), _kinds(pair, pair.b)
     reshaped = [name for name, kind in left.items() if kind and kind != (right.get(name) or kind)]
     found = [
-        _first_few("only in A: ", [name for name in left if name not in right]),
-        _first_few("only in B: ", [name for name in right if name not in left]),
-        _first_few("of another kind: ", [f"{name} ({left[name]} in A, {right[name]} in B)" for name in reshaped]),
+        first_few("only in A: ", [name for name in left if name not in right]),
+        first_few("only in B: ", [name for name in right if name not in left]),
+        first_few("of another kind: ", [f"{name} ({left[name]} in A, {right[name]} in B)" for name in reshaped]),
     ]
     if any(found):
         plain = [{name.replace(_COMPILED, ""): kind for name, kind in kinds.items()} for kinds in (left, right)]
@@ -296,6 +307,6 @@ def _kinds(pair: Pair, trace: RankTrace) -> dict[str, str]:
     return {f"parameter {name!r}": "" for name in trace.environment.parameters}
 
 
-def _first_few(title: str, names: Sequence[str]) -> str:
+def first_few(title: str, names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{title}{', '.join(names[:_MAX_NAMED])}{more}" if names else ""

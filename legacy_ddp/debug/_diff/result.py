@@ -145,12 +145,13 @@ class Comparison:
     every rank, None without any. ``first``: the first divergence; None unless ``verdict`` is ``different``.
     ``others``: the next few divergences in the same step and phase (for two runs, on the same rank). ``size``: for two
     runs, the greatest relative difference of norms there; None if unknown. ``explanation``: sentences about the first
-    divergence. ``causes``: possible causes, likeliest first. ``locations``: the first few, in the order of training;
+    divergence. ``causes``: possible causes, likeliest first, with every setting of the optimizer that differs up to
+    there, but for ``first`` and ``settings_apart``. ``locations``: the first few, in the order of training;
     ``more_locations``: number of steps and phases with differences beyond ``locations``. ``metrics``: for two runs,
     the first difference of each metric; no part of the verdict. ``operations``: the first different operation of the
     first different step, or of a recorded step without one; None if no operations were compared; no part of the
-    verdict. ``notes``: parts of the traces without a comparison,
-    with the reason.
+    verdict. ``notes``: parts of the traces without a comparison, with the reason. ``settings_apart``: the settings
+    among these differences that change a step by rounding at most.
     """
 
     folders: tuple[str, ...]
@@ -167,3 +168,4 @@ class Comparison:
     metrics: tuple[MetricDifference, ...] = ()
     operations: OperationFinding | None = None
     notes: tuple[str, ...] = field(default=())
+    settings_apart: tuple[Cause, ...] = ()

@@ -22,8 +22,10 @@ def lines(comparison: Comparison) -> list[str]:
     text = [*wrap(comparison.headline), *_folders(comparison)]
     if comparison.causes:
         text += ["", "these differ around the training, and may explain it:"]
-        text += [line for cause in comparison.causes[:MAX_LINES] for line in wrap(": ".join(cause_parts(cause)), "  ")]
-        text += _more(len(comparison.causes) - MAX_LINES)
+        text += _causes(comparison.causes)
+    if comparison.settings_apart:
+        text += ["", *wrap("these settings differ, and change a step by rounding at most:")]
+        text += _causes(comparison.settings_apart)
     if comparison.first:
         text += ["", *_first(comparison, comparison.first), "", *wrap(f"meaning: {comparison.explanation}")]
     if comparison.operations:
@@ -49,6 +51,12 @@ def _divergence(item: Divergence | None) -> dict[str, Any] | None:
 
 def _members(record: Comparison | Divergence) -> dict[str, Any]:
     return asdict(record, dict_factory=lambda fields: {_JSON_KEYS.get(name, name): value for name, value in fields})
+
+
+def _causes(causes: Sequence[Cause]) -> Iterator[str]:
+    """All of them: the line left out might be the reason."""
+    for cause in causes:
+        yield from wrap(": ".join(cause_parts(cause)), "  ")
 
 
 def cause_parts(cause: Cause) -> tuple[str, str]:

@@ -88,6 +88,9 @@ SECOND = "optimizer 1: exp_avg of 'a.b'"
 TWO_OPTIMIZERS = {**NAMES, "optimizer": ("optimizer 0: exp_avg of 'a'", SECOND)}
 OF_THE_SECOND = {"planted": {(1, 3, "optimizer", SECOND): (WORD, 2.0)}}
 WITH_STATE = (*START, "optimizer")
+FOREACH = {**NAMES, "settings": ("foreach of parameter group 0", *NAMES["settings"])}
+ONE_BY_ONE = {(1, step, "settings", FOREACH["settings"][0]): ("True", None) for step in range(1, 6)}
+RATE = {(1, 3, "settings", NAMES["settings"][0]): ("0.5", None)}
 LATE = {"reduced_gradients": NAMES["reduced_gradients"]}
 METRICS = {f"m{number}": number / 4 for number in range(12)}
 
@@ -135,6 +138,10 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
     "other intervals": ({}, steps(1, every=2)),
     "settings and tensors in one step": ({}, planted((0, 3, "settings"), (0, 3, "parameters"))),
     "settings and weights at the start": ({}, planted((0, 0, "settings"), (0, 0, "parameters"))),
+    "settings behind one apart": (
+        {"names": FOREACH},
+        {"names": FOREACH, "planted": {**ONE_BY_ONE, **RATE, **planted((1, 3, "parameters"))["planted"]}},
+    ),
     "metrics": ({}, calls(metrics={"loss": 1.5})),
     "operations": (with_operations(), {**planted((1, 3, "local_gradients")), **with_operations(WRONG)}),
     "equal operations": (
@@ -208,6 +215,7 @@ ONE_RUN: dict[str, Given] = {
         "planted": {(1, 2, "parameters", name): (WORD, 2.0) for name in NAMES["parameters"]},
     },
     "not finite": {"world_size": 3, **planted((1, 2, "parameters"), value=(WORD, 1.0, 3))},
+    "settings behind one apart": {"world_size": 3, "names": FOREACH, "planted": {**ONE_BY_ONE, **RATE}},
     "facts": {
         "world_size": 3,
         "environments": lambda rank, size: environment(
