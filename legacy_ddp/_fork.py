@@ -25,7 +25,8 @@ _functions: list[Callable[[], None]] = []
 
 def run_in_children(function: Callable[[], None]) -> None:
     """Call ``function`` in every child forked from now on. A child in which it raises ends, with a text on stderr."""
-    _functions.append(function)
+    if function not in _functions:  # an exception may have come after an earlier registration
+        _functions.append(function)
     _register()
 
 
@@ -38,8 +39,9 @@ def _register() -> None:
     # Python calls the hooks "before" in reverse order. All signals that this thread sees are blocked by the first hook.
     unblock = partial(library.pthread_sigmask, signal.SIG_SETMASK, own_mask, None)
     block = partial(library.pthread_sigmask, signal.SIG_BLOCK, every_signal, own_mask)
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_run_all)
-    os.register_at_fork(after_in_child=unblock)
+    # Hooks cannot be removed: after an exception between the two, the first alone does no harm.
+    os.register_at_fork(after_in_child=_run_all)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=unblock)
 
 
 class _OwnMask(threading.local):

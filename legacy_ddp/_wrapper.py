@@ -23,6 +23,7 @@ from legacy_ddp._collectives.pack import Arguments, Metrics
 from legacy_ddp._collectives.state import Synchronizer, are_forwards_private
 from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
 from legacy_ddp._errors import show_usable
+from legacy_ddp._interrupts import undone_by
 from legacy_ddp._log import log_construction, script_level
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import (
@@ -267,12 +268,11 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         policy, leaves = self._synchronizer.policy, self._synchronizer.leaves
         if leaves is not None and are_forwards_private():
             leaves = None
-        is_outermost = policy.open_block()
-        try:
+        block = object()
+        with undone_by(partial(policy.close_block, block)):
+            is_outermost = policy.open_block(block)
             with nullcontext() if leaves is None else leaves.block(self._plan, is_outermost=is_outermost):
                 yield
-        finally:
-            policy.close_block()
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]) -> None:
         """Let ``hook(state, bucket)`` reduce the dense gradients in place of the default sum; fits torch DDP's hooks.
@@ -297,8 +297,9 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             TypeError: ``hook`` is not callable.
             ValueError: a hook is registered already; ``reduce_dtype`` or ``reproducible`` was set.
         """
-        self._settings = self._settings.with_hook(CommHook(state, hook))
-        self._synchronizer.use(self._settings)
+        settings = self._settings.with_hook(CommHook(state, hook))
+        self._synchronizer.use(settings)
+        self._settings = settings
 
     def on_sync(self, callback: Callable[[SyncRecord], object]) -> RemovableHandle:
         """Call ``callback(record)`` on this rank after every successful :meth:`all_reduce`; for logs and plots.

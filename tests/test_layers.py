@@ -15,6 +15,7 @@ LAYERS = (
     "_errors",
     "_imports",
     "_fork",
+    "_interrupts",
     "_torch",
     "_log",
     "_step_guard",

@@ -104,8 +104,7 @@ class ParameterWalk:
     """
 
     def __init__(self) -> None:
-        self._tree: list[object] = []
-        self._names: list[str] = []
+        self._walked: tuple[list[object], list[str]] = [], []  # a tree, and its names
 
     def columns(self, module: nn.Module) -> Columns:
         """The same as ``module.named_parameters(remove_duplicate=False)``, in a tenth of the time.
@@ -128,12 +127,13 @@ class ParameterWalk:
             tree.append((*own, None, *children))
             tensors += own.values()
             stack += reversed(children.values())
-        if tree != self._tree:
-            self._tree, self._names = tree, list(_names_in(module, ""))
+        if tree != self._walked[0]:
+            self._walked = tree, list(_names_in(module, ""))
+        all_names = self._walked[1]
         present = [tensor for tensor in tensors if tensor is not None]
         if len(present) == len(tensors):
-            return Columns(self._names, present)
-        names = [name for name, tensor in zip(self._names, tensors, strict=True) if tensor is not None]
+            return Columns(all_names, present)
+        names = [name for name, tensor in zip(all_names, tensors, strict=True) if tensor is not None]
         return Columns(names, present)
 
 
@@ -167,7 +167,7 @@ class BackwardCopy:
                 if buffer.as_views and buffer.bucket.device.type == "cpu" and parameter.nbytes >= SMALLEST_BYTES:
                     self._handles.append(parameter.register_hook(self._thread.before_accumulation))  # type: ignore[no-untyped-call]
                     hook = _MoveHook(buffer, index, self._thread)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                    internals.add_accumulate_hook(parameter, hook, self._handles)
 
 
 class _BackwardThread:
@@ -270,6 +270,23 @@ class Plan:
             buffer.release_memory()
 
 
+class _Known(NamedTuple):
+    """A plan without its parameters. Replaced as a whole, so that an exception leaves no half of a change.
+
+    ``order``: for each slot, the position of its parameter among the named parameters.
+    """
+
+    signature: Signature
+    layout: Layout
+    order: Sequence[int]
+    buffers: Sequence[FlatBuffer]
+    slot_ranges: Sequence[tuple[FlatBuffer, slice]]
+
+    def with_parameters(self, tensors: Sequence[torch.Tensor]) -> Plan:
+        """The plan for the named parameters ``tensors``."""
+        return Plan(self.layout, list(map(tensors.__getitem__, self.order)), self.buffers, self.slot_ranges)
+
+
 class Planner:
     """Keeps the plan of a set of parameters from call to call. Keeps no parameter alive."""
 
@@ -281,14 +298,12 @@ class Planner:
         self.layout: Layout | None = None  # of the last plan
         self.walk = ParameterWalk()
         self.segments = SegmentPolicy()
-        self._buffers: list[FlatBuffer] = []
-        self._slot_ranges: Sequence[tuple[FlatBuffer, slice]] = ()
-        self._order: list[int] = []  # for each slot: the position of its parameter among the named parameters
-        self._signature: Signature | None = None
+        self._known: _Known | None = None  # None: the next call makes a new plan
 
     def change_settings(self, settings: Settings) -> None:
         """Use these settings from the next plan on; the next call makes a new plan."""
-        self.settings, self._signature = settings, None
+        self._known = None
+        self.settings = settings
 
     @contextmanager
     def released_on_failure(self) -> Iterator[None]:
@@ -299,10 +314,10 @@ class Planner:
         try:
             yield
         except BaseException:
+            self._known = None
             self.counter.attach((), (), ())
             self._frozen.attach(())
             self._backward_copy.attach(())
-            self._signature = None
             raise
 
     def plan(self, columns: Columns) -> Plan:
@@ -312,27 +327,30 @@ class Planner:
             ValueError: a parameter is not usable, as :func:`plan_layout` says.
         """
         names, tensors = columns
-        known = self._signature is not None and self._signature.matches(names, tensors)
-        parameters = list(map(tensors.__getitem__, self._order)) if known else []
-        if self.layout is not None and known and self.counter.is_attached_to(parameters):
-            return Plan(self.layout, parameters, self._buffers, self._slot_ranges)
-        plan = self._replan(names, tensors)
-        self.layout = plan.layout
-        self._signature = Signature(names, tensors)
-        return plan
+        known = self._known
+        if known is not None and known.signature.matches(names, tensors):
+            plan = known.with_parameters(tensors)
+            if self.counter.is_attached_to(plan.parameters):
+                return plan
+        return self._replan(names, tensors)
 
     def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Plan:
+        self._known = None  # from here on the hooks may be of the new plan
         items = distinct(zip(names, tensors, strict=True), self.settings.ignore)
         layout = plan_layout(items, self.settings)
         position = {name: index for index, name in enumerate(names)}
         order = [position[slot.name] for slot in layout.slots]
         buffers = [FlatBuffer(bucket, self.settings, self.segments) for bucket in layout.buckets]
-        plan = Plan(layout, [tensors[index] for index in order], buffers, _slot_ranges(buffers))
+        known = _Known(Signature(names, tensors), layout, order, buffers, _slot_ranges(buffers))
+        plan = known.with_parameters(tensors)
         last_results = [SlotResult(buffer, index) for buffer in buffers for index in range(len(buffer.bucket.slots))]
         self._frozen.attach([(item.name, item.tensor) for item in items if _may_thaw(item.tensor)])
+        # Before the new hooks that count: after a move they would not notice that the gradient is new.
+        self._backward_copy.attach(())
         self.counter.attach([slot.name for slot in layout.slots], plan.parameters, last_results)
         self._backward_copy.attach((buffer, plan.parameters[slots]) for buffer, slots in plan.slot_ranges)
-        self._order, self._buffers, self._slot_ranges = order, buffers, plan.slot_ranges
+        self.layout = layout
+        self._known = known
         return plan
 
 

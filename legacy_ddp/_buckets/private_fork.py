@@ -31,28 +31,51 @@ _mappings: "dict[int, Mapping]" = {}  # every shared mapping of this process, by
 _next_address = _FIRST_ADDRESS
 
 
+class OpenFile:
+    """The owner of an open file. ``descriptor``: ``_NO_FILE`` from before the file is closed: the number may be of
+    another file then."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def close(self) -> None:
+        """Close the file, once."""
+        descriptor, self.descriptor = self.descriptor, _NO_FILE
+        if descriptor != _NO_FILE:
+            os.close(descriptor)
+
+
 class Mapping:
     """A shared mapping of an open file, in the table as long as it exists and is shared.
 
-    ``descriptor``: of the file, for the private memory of children. ``_NO_FILE`` for the memory of another rank, which
-    nothing in a child reads: a child has memory without access there.
+    ``file``: for the private memory of children; open as long as the mapping is in the table. Without one, as for the
+    memory of another rank, a child has memory without access there.
     """
 
-    def __init__(self, address: int, size_bytes: int, descriptor: int) -> None:
+    def __init__(self, address: int, size_bytes: int, file: OpenFile) -> None:
         self.address = address
         self.size_bytes = size_bytes
-        self.descriptor = descriptor
+        self._file = file
+        self._may_be_private = False
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file, ``_NO_FILE`` without one."""
+        return self._file.descriptor
 
     def make_private(self) -> None:
-        """Map the same pages as private memory, also for children: no other process uses them any more.
+        """Map the same pages as private memory, also for children: no other process uses them any more. Close the file.
+
+        After an exception the mapping stays in the table, with its open file.
 
         Raises:
-            OSError: a limit of the kernel. Children then have no access to this memory.
+            OSError: a limit of the kernel.
         """
-        descriptor, self.descriptor = self.descriptor, _NO_FILE
         if _mappings.get(self.address) is self:  # some tensor still refers to the memory
-            self._map_private(_MAP_FIXED, descriptor)
+            self._may_be_private = True
+            self._map_private(_MAP_FIXED, self.descriptor)
             del _mappings[self.address]
+        self._file.close()
 
     def replace_in_child(self) -> None:
         """Map private memory at the addresses, which the kernel left free in this child.
@@ -63,8 +86,12 @@ class Mapping:
         if self.descriptor == _NO_FILE:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
             _map_at(self.address, self.size_bytes, _NO_ACCESS, flags, _NO_FILE)
-        else:
+            return
+        try:
             self._map_private(_MAP_FIXED_NOREPLACE, self.descriptor)
+        except FileExistsError:
+            if not self._may_be_private:  # inherited: an exception came before the end of make_private()
+                raise
 
     def _map_private(self, flag: int, descriptor: int) -> None:
         _map_at(self.address, self.size_bytes, _READ_WRITE, mmap.MAP_PRIVATE | flag, descriptor)
@@ -73,9 +100,10 @@ class Mapping:
         """End the mapping: no tensor refers to the memory any more."""
         _mappings.pop(self.address, None)
         _libc().munmap(self.address, self.size_bytes)
+        self._file.close()
 
 
-def map_shared(descriptor: int, *, is_own: bool) -> tuple[torch.Tensor, Mapping]:
+def map_shared(file: OpenFile, *, is_own: bool) -> tuple[torch.Tensor, Mapping]:
     """The whole memory of a sealed file, uint8. It stays mapped as long as a tensor refers to it.
 
     ``is_own``: the file is of this rank, and forked children of this rank see its values.
@@ -83,9 +111,9 @@ def map_shared(descriptor: int, *, is_own: bool) -> tuple[torch.Tensor, Mapping]
     Raises:
         OSError: the memory cannot be mapped.
     """
-    size_bytes = os.fstat(descriptor).st_size
-    address = _map(_new_address(size_bytes), size_bytes, _READ_WRITE, mmap.MAP_SHARED, descriptor)
-    mapping = Mapping(address, size_bytes, descriptor if is_own else _NO_FILE)
+    size_bytes = os.fstat(file.descriptor).st_size
+    address = _map(_new_address(size_bytes), size_bytes, _READ_WRITE, mmap.MAP_SHARED, file.descriptor)
+    mapping = Mapping(address, size_bytes, file if is_own else OpenFile(_NO_FILE))
     buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
     weakref.finalize(buffer, mapping.unmap).atexit = False  # the end of the process unmaps
     if _libc().madvise(address, size_bytes, mmap.MADV_DONTFORK):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from legacy_ddp._buckets.layout import Bucket
-from legacy_ddp._buckets.private_fork import Mapping, map_shared
+from legacy_ddp._buckets.private_fork import OpenFile, map_shared
 from legacy_ddp._text import system_error_text
 
 # As in the headers of Linux: a Python that was built with an old C library lacks the names, and memfd_create().
@@ -39,14 +39,19 @@ class Segment:
     def __init__(self, size_bytes: int) -> None:
         self.serial = next(_serials)
         self._process = os.getpid()
-        self.descriptor = _new_file(f"{_NAME_PREFIX}{self._process}")
+        self._file = OpenFile(_new_file(f"{_NAME_PREFIX}{self._process}"))
         with ExitStack() as failed:
-            failed.callback(os.close, self.descriptor)
+            failed.callback(self._file.close)
             _reserve(self.descriptor, size_bytes)
             fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
-            self.memory, mapping = map_shared(self.descriptor, is_own=True)
-            weakref.finalize(self, _end_sharing, mapping, self.descriptor).atexit = False
+            self.memory, mapping = map_shared(self._file, is_own=True)
+            weakref.finalize(self, mapping.make_private).atexit = False
             failed.pop_all()
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file behind the memory."""
+        return self._file.descriptor
 
     @property
     def is_shared(self) -> bool:
@@ -94,13 +99,6 @@ class SegmentPolicy:
         return torch.empty(bucket.numel, dtype=dtype, device=bucket.device), None
 
 
-def _end_sharing(mapping: Mapping, descriptor: int) -> None:
-    try:
-        mapping.make_private()
-    finally:
-        os.close(descriptor)
-
-
 def _new_file(name: str) -> int:
     """The descriptor of an anonymous file in memory.
 
@@ -143,4 +141,4 @@ def map_segment(descriptor: int) -> torch.Tensor:
     Raises:
         OSError: the memory cannot be mapped.
     """
-    return map_shared(descriptor, is_own=False)[0]
+    return map_shared(OpenFile(descriptor), is_own=False)[0]

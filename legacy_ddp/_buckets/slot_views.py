@@ -9,6 +9,7 @@ dtype are compared, too.
 from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter, is_, le, not_
+from typing import NamedTuple
 
 import torch
 
@@ -17,10 +18,29 @@ from legacy_ddp._buckets.layout import Bucket, Slot
 from legacy_ddp._buckets.segment import SegmentPolicy
 
 
+class _Made(NamedTuple):
+    """The views, with what was read of them. Replaced as a whole, so that an exception leaves no half of a change.
+
+    ``handles``: of the storages. ``replaced``: storages of earlier views, which may be in use elsewhere.
+    """
+
+    tensors: list[torch.Tensor]
+    storages: list[torch.UntypedStorage]
+    handles: list[int]
+    guards: internals.TensorGuards
+    replaced: list[torch.UntypedStorage]
+
+
+def _made(
+    tensors: list[torch.Tensor], storages: list[torch.UntypedStorage], replaced: list[torch.UntypedStorage]
+) -> _Made:
+    return _Made(tensors, storages, internals.storage_handles(storages), internals.TensorGuards(tensors), replaced)
+
+
 class SlotViews:
     """A tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty slot has memory of its own.
 
-    ``tensors``: the views, one per slot. ``segment``: the shared memory of ``flat``, None for ordinary memory.
+    ``segment``: the shared memory of ``flat``, None for ordinary memory.
     ``transport_view``: the memory of ``flat`` under a further storage. A thread of the transport may hold a sent tensor
     for milliseconds after the wait; the extra storage keeps this reference out of the counts of the slots.
     """
@@ -29,20 +49,22 @@ class SlotViews:
         self.flat, self.segment = policy.allocate(bucket)
         self.transport_view = internals.under_own_storage(self.flat)
         self._slots = bucket.slots
-        self.tensors = [self._make(slot) for slot in self._slots]
-        self._storages = [view.untyped_storage() for view in self.tensors]
-        self._handles = internals.storage_handles(self._storages)
-        self._replaced_storages: list[torch.UntypedStorage] = []
-        self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        self._guards = internals.TensorGuards(self.tensors)
+        tensors = [self._make(slot) for slot in self._slots]
+        self._made = made = _made(tensors, [view.untyped_storage() for view in tensors], [])
+        self._addresses = list(map(torch.Tensor.data_ptr, tensors))
         # Counted with a second list that holds the tensors, because every later count is made with a second list, too.
-        self._expected_refs = internals.ref_counts(self.tensors[:], self._storages[:], self._handles)
+        self._expected_refs = internals.ref_counts(tensors[:], made.storages[:], made.handles)
         (self._expected_storage_refs,) = _ref_counts_of_each([internals.under_own_storage(self.flat).untyped_storage()])
         self._result_versions: list[int] = []  # of the views, when the last call left its result
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The views, one per slot."""
+        return self._made.tensors
+
     def match_views(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """For each gradient (one per slot): whether the gradient is the view of its slot."""
-        is_like = self._guards.match(self.tensors)
+        is_like = self._made.guards.match(self.tensors)
         if not is_like or list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses:
             self._rebuild()
         return list(map(is_, grads, self.tensors))
@@ -50,16 +72,16 @@ class SlotViews:
     def matches_slots(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is like its slot: dense, of the same shape, strides and dtype, and plain."""
         present = [grad for grad in grads if grad is not None]
-        return len(present) == len(self.tensors) and self._guards.match(present)
+        return len(present) == len(self.tensors) and self._made.guards.match(present)
 
     def has_external_refs(self, is_view: Sequence[bool]) -> bool:
         """Whether anything refers to memory of a slot, besides gradients that are views (``is_view``, per slot)."""
-        if self._replaced_storages:
-            if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(self._replaced_storages)):
+        if self._made.replaced:
+            if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(self._made.replaced)):
                 return True
-            self._replaced_storages = []
+            self._made = self._made._replace(replaced=[])
         idle = list(compress(self.tensors, map(not_, is_view)))
-        return not self._has_expected_refs(idle, self._storages[:], self._handles)
+        return not self._has_expected_refs(idle, self._made.storages[:], self._made.handles)
 
     def is_reusable(self) -> bool:
         """Whether nothing refers to memory of any slot. Rebuilds changed views."""
@@ -67,8 +89,8 @@ class SlotViews:
 
     def is_slot_unreferenced(self, index: int) -> bool:
         """Whether the slot can be written to unseen: nothing refers to its memory, ``.grad`` included."""
-        one = slice(index, index + 1)
-        counts_fit = self._has_expected_refs(self.tensors[one], self._storages[one], self._handles[one])
+        one, made = slice(index, index + 1), self._made
+        counts_fit = self._has_expected_refs(made.tensors[one], made.storages[one], made.handles[one])
         return counts_fit and self._is_intact(index)
 
     def note_result(self) -> None:
@@ -109,13 +131,14 @@ class SlotViews:
         A detached gradient or a row of a gradient may still refer to the old storage, and so to memory of the slot.
         Therefore the old storage is kept, and its references are counted.
         """
+        tensors, storages, _, _, replaced = self._made
+        tensors, storages, replaced = tensors[:], storages[:], replaced[:]
         for index, slot in enumerate(self._slots):
             if not self._is_intact(index):
-                self._replaced_storages.append(self._storages[index])
-                self.tensors[index] = self._make(slot)
-                self._storages[index] = self.tensors[index].untyped_storage()
-        self._handles = internals.storage_handles(self._storages)
-        self._guards = internals.TensorGuards(self.tensors)
+                replaced.append(storages[index])
+                tensors[index] = self._make(slot)
+                storages[index] = tensors[index].untyped_storage()
+        self._made = _made(tensors, storages, replaced)
 
     def _is_intact(self, index: int) -> bool:
         """Whether the view is as it was made. In-place functions of a user may change all that is compared here."""

@@ -25,6 +25,7 @@ from legacy_ddp._transport.rows import Operation
 
 
 @internals.disable_dynamo
+@internals.keeps_grad_mode
 def all_reduce(
     synchronizer: Synchronizer,
     parameters: Callable[[], Columns],

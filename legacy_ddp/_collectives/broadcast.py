@@ -87,6 +87,7 @@ def broadcast_buffers(synchronizer: Synchronizer, module: nn.Module, group: dist
 
 
 @internals.disable_dynamo
+@internals.keeps_grad_mode
 def _broadcast(
     synchronizer: Synchronizer,
     operation: Operation,

@@ -78,7 +78,8 @@ class EqualSteps(Check):
         if counter is None:
             return
         if step.plan.layout is not self._layout:  # a plan of the same layout has the same parameters
-            self._layout, counter.ids = step.plan.layout, frozenset(map(id, step.plan.parameters))
+            counter.ids = frozenset(map(id, step.plan.parameters))
+            self._layout = step.plan.layout
         counter.begin(step.call.groups)
 
     def forget(self) -> None:
@@ -272,15 +273,16 @@ class EvaluationHint(Check):
     def begin_forward(self, *, is_training: bool) -> None:
         if is_training is not self._awaits_training or not self.is_on:
             return
-        self._awaits_training = not is_training
         layers = self._layers()
         if is_training:
             if self._versions is None:
                 self._versions = {name: version for name, (_, version) in layers.items()}
             self.is_on = bool(layers)
+            self._awaits_training = False
             return
         marks = self._versions or {}
         updated = {name: kind for name, (kind, version) in layers.items() if version > marks.get(name, version)}
+        self._awaits_training = True
         if self._has_reduced and updated:
             self.is_on = False
             if self._is_speaker:

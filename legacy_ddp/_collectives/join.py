@@ -23,6 +23,7 @@ from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_param
 from legacy_ddp._collectives.pack import Arguments
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._errors import LegacyDDPError, argument_errors
+from legacy_ddp._interrupts import undone_by
 from legacy_ddp._transport.private_groups import GroupHandle
 from legacy_ddp._watchdog import OUT_OF_DATA, USER_CODE, process_activity
 
@@ -75,19 +76,19 @@ class Joining(Joinable):
                 block would not take part.
             ValueError: the wrapper is not the first in ``Join([...])``.
         """
-        before = self._join_config
-        try:
-            with Join(
+        before = self._joining
+        with (
+            undone_by(partial(process_activity.enter, USER_CODE)),
+            undone_by(partial(setattr, self, "_joining", before)),
+            Join(
                 [self],
                 enable,
                 throw_on_early_termination,
                 divide_by_initial_world_size=divide_by_initial_world_size,
-            ):
-                yield
-                process_activity.enter(OUT_OF_DATA)
-        finally:
-            process_activity.enter(USER_CODE)
-            self._join_config = before
+            ),
+        ):
+            yield
+            process_activity.enter(OUT_OF_DATA)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Actions of a rank at the end of the block; ``divide_by_initial_world_size`` as for :meth:`join`."""

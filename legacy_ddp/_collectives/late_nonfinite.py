@@ -99,8 +99,9 @@ class LateNonFiniteGradients(Check):
         call, header = step.call, step.header
         ring = self._rings.get(call.groups)
         if ring is None:
-            ring = self._rings[call.groups] = _Ring(call.groups.rank)
+            ring = _Ring(call.groups.rank)
             weakref.finalize(call.groups, _tell_rest, ring)  # also as the process ends
+            self._rings[call.groups] = ring
         ring.drop_failed()
         ring.look()
         parts = self._begin(step, ring) if header.takes_part and not self._is_unable else {}

@@ -140,6 +140,7 @@ class Replicas(Check):
         if self.digests is not None:
             self.digests.end_call(step.call)
 
+    @internals.keeps_grad_mode
     def begin_forward(self, *, is_training: bool) -> None:
         # A traced forward would record the operations of the digest.
         if self.digests is not None and torch.is_grad_enabled() and not internals.is_tracing():

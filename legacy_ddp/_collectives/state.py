@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
-from typing import Any, Generic, Never, ParamSpec
+from typing import Any, Generic, NamedTuple, Never, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from legacy_ddp._collectives.replicas import Replicas
 from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
 from legacy_ddp._errors import LegacyDDPError, argument_errors
+from legacy_ddp._interrupts import undone_by
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
@@ -34,8 +35,8 @@ from legacy_ddp._transport.private_groups import groups_of, refuse_inherited
 from legacy_ddp._transport.rows import Operation
 
 _UNGUARDED = Checks(unsynchronized_step="allow")  # all_reduce_gradients() has no no_sync() for a local step
-# One list for all threads: the backward pass of a CUDA model runs in threads of its own.
-_private_blocks: list[None] = []
+# For all threads: the backward pass of a CUDA model runs in threads of its own.
+_private_blocks: dict[object, None] = {}
 P = ParamSpec("P")
 
 
@@ -80,16 +81,22 @@ class Observers:
 @contextmanager
 def private_forwards() -> Iterator[None]:
     """For the block, forward passes, operations and ``no_sync()`` blocks are no part of the user's step."""
-    _private_blocks.append(None)
-    try:
+    block = object()
+    with undone_by(partial(_private_blocks.pop, block, None)):
+        _private_blocks[block] = None
         yield
-    finally:
-        _private_blocks.pop()
 
 
 def are_forwards_private() -> bool:
     """Whether a block of :func:`private_forwards` is open in this process."""
     return bool(_private_blocks)
+
+
+class _OnGroup(NamedTuple):
+    """What a set of parameters has on a process group."""
+
+    state: GroupState
+    transport: Transport
 
 
 class Synchronizer:
@@ -110,8 +117,7 @@ class Synchronizer:
         if settings.checks.level != "off":
             watch_uses()
         # By the user's group: a wrapper that comes back to a group finds its counters there.
-        self._group_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
-        self._transports: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
+        self._on_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _OnGroup] = weakref.WeakKeyDictionary()
         self._is_notifying = False
 
     @property
@@ -121,8 +127,8 @@ class Synchronizer:
 
     def use(self, settings: Settings) -> None:
         """Use other settings from the next call on."""
-        self.settings = settings
         self.planner.change_settings(settings)
+        self.settings = settings
 
     def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
         """The next call on ``group``. Collective in the first call of this process on ``group``.
@@ -136,25 +142,26 @@ class Synchronizer:
                 "call it after all_reduce() has returned"
             )
         refuse_inherited(group, operation)
-        state = self._group_states.get(group)
-        if state is None:
-            state = self._group_states[group] = GroupState(groups_of(group, self.settings.timeout_seconds))
-            self._transports[group] = Transport(state.groups, self.planner, self.leaves, self.warnings)
-        return Call(state, operation, self.settings, self.module_class)
+        found = self._on_groups.get(group)
+        if found is None:
+            groups = groups_of(group, self.settings.timeout_seconds)
+            transport = Transport(groups, self.planner, self.leaves, self.warnings)
+            found = self._on_groups[group] = _OnGroup(GroupState(groups), transport)
+        return Call(found.state, operation, self.settings, self.module_class)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of gradients on ``group``, after :meth:`call`."""
-        return self._transports[group]
+        return self._on_groups[group].transport
 
     def transport_text(self, group: dist.ProcessGroup) -> str:
         """The transport of dense gradients on ``group``, for a reader; empty before the first call."""
-        transport = self._transports.get(group)
-        return "" if transport is None else transport.text
+        found = self._on_groups.get(group)
+        return "" if found is None else found.transport.text
 
     def expected_transport(self, group: dist.ProcessGroup) -> str:
         """The transport of the next call on ``group``, as far as it is known; empty for a single rank."""
-        transport = self._transports.get(group)
-        return "" if transport is None else transport.expected_text
+        found = self._on_groups.get(group)
+        return "" if found is None else found.transport.expected_text
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_training: bool) -> None:
         """A forward of the wrapper begins: local, and without effect on the forward."""
@@ -174,11 +181,9 @@ class Synchronizer:
         if self.warnings.pending:
             self.warnings.emit()
         if self.observers.returned:
-            self._is_notifying = True
-            try:
+            with undone_by(partial(setattr, self, "_is_notifying", False)):
+                self._is_notifying = True
                 self.observers.returned.notify(record)
-            finally:
-                self._is_notifying = False
         return record
 
     def flush(self, call: Call, agreement: Agreement) -> None:

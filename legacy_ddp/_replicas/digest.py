@@ -205,7 +205,10 @@ def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> in
 
     Raises:
         TypeError: the tensor has no memory: it belongs to a compiler, or wraps other tensors.
+        ValueError: the bytes are not all of the tensor.
     """
+    if not 0 <= start <= stop <= tensor.nbytes:
+        raise ValueError(f"bytes are not of the tensor: got {start} to {stop}, expected 0 to {tensor.nbytes} at most")
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     address = 0 if internals.has_own_dispatch(tensor) else tensor.data_ptr()

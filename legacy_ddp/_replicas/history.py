@@ -247,6 +247,13 @@ class ReplicaDigests(StepObserver, ABC):
         ]
 
 
+class _Found(NamedTuple):
+    """Parameters, and all names with the ids of their tensors. Replaced as a whole."""
+
+    signature: Sequence[tuple[str, int]] = ()
+    parameters: Sequence[torch.Tensor] = ()
+
+
 class StepHistory(ReplicaDigests):
     """Takes the digests of a wrapper: in its calls, and around every step of an optimizer that holds its parameters.
 
@@ -258,8 +265,7 @@ class StepHistory(ReplicaDigests):
         self.digests = StepDigests()
         self._reader = Reader()
         self._gradients_at_call = _UNKNOWN
-        self._signature: list[tuple[str, int]] = []
-        self._parameters: list[torch.Tensor] = []
+        self._found = _Found()
         # Several optimizers have stepped between two calls. Then there is no evidence against this rank: it would need
         # all parameters at each step, and a hundred optimizers would cost a hundred times as much. The digests that
         # ranks share do not depend on this, because a single rank may have made a new optimizer.
@@ -271,15 +277,19 @@ class StepHistory(ReplicaDigests):
         self._was_changed_at_step = self._is_changed = False  # before a step since the last call; now
         self._state_history = StateHistory(self._reader)
         self._at_step = _AtStep()  # of the open step
+        # An exception has interrupted a change of the digests: nothing is compared until they begin anew.
+        self._is_torn = False
 
-    def digest_of(self, call: Call) -> int:
-        """One digest of all phases since the last call."""
+    def digest_of(self, call: Call) -> int | None:
+        """One digest of all phases since the last call; None if a phase was recorded in part."""
         self.forget_failed_step()
         with call.phase("digest"):
-            if self._find_parameters():
-                self._taken = None
+            if self._is_torn:
+                self.restart()
+            self._find_parameters()
             taken, self._taken, self._next_call = self._taken, None, call.number + 1
-            return self._update(None if taken is None else taken[1])
+            digest = self._update(None if taken is None else taken[1])
+            return None if self._is_torn else digest
 
     def update_digest(self) -> None:
         """Digest parameters and buffers now, outside of an all_reduce()."""
@@ -288,6 +298,7 @@ class StepHistory(ReplicaDigests):
         self._update(None)
 
     def _update(self, taken: Later | None) -> int:
+        was_torn, self._is_torn = self._is_torn, True
         parameters = taken or self._digest_later(self._parameters)
         buffers = self._digest_later(self._buffers())
         self._reader.read()
@@ -295,6 +306,7 @@ class StepHistory(ReplicaDigests):
         digests.parameters, digests.buffers = parameters.value, buffers.value
         digests.gradients_at_call = self._gradients_at_call.value
         self._is_changed = expected is not None and parameters.value != expected.value
+        self._is_torn = was_torn
         return digests.digest
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
@@ -313,6 +325,7 @@ class StepHistory(ReplicaDigests):
 
     def end_call(self, call: Call, /) -> None:
         """Begin new digests with the gradients of a successful call."""
+        self._is_torn = True
         self._recurring = self._was_changed_at_step, self._is_changed
         self._was_changed_at_step = False
         self._begin(StepDigests(parameters_at_call=self.digests.parameters))
@@ -321,6 +334,7 @@ class StepHistory(ReplicaDigests):
             self._gradients_at_call = self._digest_later(gradients)
         self.optimizers.clear()
         self._state_history.end_call()
+        self._is_torn = False
 
     def restart(self) -> None:
         """Discard all digests, after a broadcast of parameters or a report of the difference."""
@@ -359,6 +373,7 @@ class StepHistory(ReplicaDigests):
     @torch.no_grad()
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the digests before and after the step. A step that raised changed nothing and is not recorded."""
+        was_torn, self._is_torn = self._is_torn, True
         digests, mask, held = self.digests, self._mask_of(optimizer), self._parameters_of(optimizer)
         after, expected = self._digest_later(held), self._expected_parameters()
         step = _Step(self._at_step, after, expected, is_first=not digests.steps, is_new=mask not in self._masks)
@@ -369,6 +384,7 @@ class StepHistory(ReplicaDigests):
         super().end_step(optimizer)
         digests.membership = _add(digests.membership, fingerprint(mask))
         digests.steps += 1
+        self._is_torn = was_torn
 
     def _note_step(self, digests: StepDigests, step: _Step) -> None:
         """Add a step, whose digests were read, to ``digests``."""
@@ -423,16 +439,20 @@ class StepHistory(ReplicaDigests):
             return None
         return self._parameters_after_step if digests.steps else Later(digests.parameters_at_call)
 
-    def _find_parameters(self) -> bool:
-        """Sort the parameters by name, as every rank does, if they have changed; return whether they have."""
+    def _find_parameters(self) -> None:
+        """Sort the parameters by name, as every rank does, if they have changed. Drops the digest of earlier ones."""
         named = list(self._module.named_parameters(remove_duplicate=False))
         signature = [(name, id(parameter)) for name, parameter in named]
-        if signature == self._signature:
-            return False
-        self._signature = signature
-        self._parameters = [item.tensor for item in distinct(named, self._settings.ignore)]
-        self.ids = frozenset(map(id, self._parameters))
-        return True
+        if signature != self._found.signature:
+            parameters = [item.tensor for item in distinct(named, self._settings.ignore)]
+            self._taken = None
+            self.ids = frozenset(map(id, parameters))
+            self._found = _Found(signature, parameters)
+
+    @property
+    def _parameters(self) -> Sequence[torch.Tensor]:
+        """Sorted by name."""
+        return self._found.parameters
 
     def _buffers(self) -> list[torch.Tensor]:
         values = [item.value for item in self.buffers.items(self._module)]

@@ -51,7 +51,7 @@ class LateRotatingDigests(RotatingDigests):
     def begin(self, call: Call) -> tuple[Reading, list[torch.Tensor]]:
         """The digest of the part for ``call``: what is known, and the sums that the devices will tell."""
         checksum = self._digest_for(call)
-        count = len(self._parts)
+        count = len(self._division.parts)
         place = (call.number % count, count, self._size_bytes)
         return Reading(call.number, self.generation, place, checksum), self._sums
 
@@ -77,7 +77,7 @@ class LateRotatingDigests(RotatingDigests):
         if tensor.device.type == "cpu":
             return super()._add(checksum, index, tensor, start, stop)
         tensor.data_ptr()  # an error for a tensor without memory, of a function transform
-        self._pieces[index >= self._parameter_count].append(as_bytes(tensor)[start:stop])
+        self._pieces[index >= self._division.parameter_count].append(as_bytes(tensor)[start:stop])
         return checksum
 
     def _have_parameters_moved(self, number: int) -> bool:
@@ -88,7 +88,7 @@ class LateRotatingDigests(RotatingDigests):
         return self._of_parameters != before or read[: len(sums)] != read[len(sums) :]
 
     def _digest_all_parts(self) -> list[int]:
-        readings = [(self._read(turn) or 0, self._sums) for turn in range(len(self._parts))]
+        readings = [(self._read(turn) or 0, self._sums) for turn in range(len(self._division.parts))]
         read = iter(devices.read_vectors([vector for _, sums in readings for vector in sums]))
         return [fingerprint(repr((checksum, [next(read) for _ in sums])).encode()) for checksum, sums in readings]
 

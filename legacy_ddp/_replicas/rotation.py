@@ -89,6 +89,20 @@ class _Place(NamedTuple):
     size_bytes: int
 
 
+class _Division(NamedTuple):
+    """The replica, divided into parts. Replaced as a whole, so that an exception leaves no half of a change.
+
+    ``layout``: of the plan at that time. ``found``: the tensors of the modules then. ``places``: of the tensors that
+    ``parts`` refers to; the first ``parameter_count`` are parameters, the others buffers.
+    """
+
+    layout: object = None
+    found: Sequence[_Tensors] = ()
+    places: Sequence[_Place] = ()
+    parameter_count: int = 0
+    parts: Sequence[Sequence[Piece]] = ()
+
+
 class _Differing(NamedTuple):
     """The parts that differ now, and their sides. Equal on all ranks.
 
@@ -165,12 +179,8 @@ class RotatingDigests(ReplicaDigests):
         super().__init__(wrapper, settings, planner.counter.policy)
         self.generation = 0
         self._planner = planner
-        self._places: list[_Place] = []
-        self._parameter_count = 0  # of the places; the others are of buffers
         self._of_parameters = 0  # the checksum of the parameters in the last digest
-        self._parts: list[list[Piece]] = []
-        self._layout: object = None  # of the parts
-        self._found: list[_Tensors] = []  # the tensors of the modules, when they were divided
+        self._division = _Division()
         self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
 
     def digest_of(self, call: Call) -> int | None:
@@ -192,7 +202,7 @@ class RotatingDigests(ReplicaDigests):
         memory = self._memories.get(groups)
         if memory is None:
             memory = self._memories[groups] = _GroupMemory()
-        memory.agreed[number % len(self._parts)] = number
+        memory.agreed[number % len(self._division.parts)] = number
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
         """As in the base class; collective only after a difference that is not known yet, and with
@@ -256,11 +266,12 @@ class RotatingDigests(ReplicaDigests):
     @property
     def _is_divided(self) -> bool:
         """Whether the parts belong to the present parameters."""
-        return self._layout is not None and self._layout is self._planner.layout
+        layout = self._division.layout
+        return layout is not None and layout is self._planner.layout
 
     def _digest(self, number: int) -> int:
         # New modules and tensors are looked for at the start of a rotation.
-        has_new = number % MAX_PARTS == 0 and _tensors_of(self._module) != self._found
+        has_new = number % MAX_PARTS == 0 and _tensors_of(self._module) != self._division.found
         digest = self._read(number) if self._is_divided and not has_new else None
         if digest is None:
             self._find_parts()
@@ -270,15 +281,16 @@ class RotatingDigests(ReplicaDigests):
     def _read(self, number: int) -> int | None:
         """The checksum of the part for call ``number``; None after a change of a size."""
         checksum = self._of_parameters = 0
-        for index, start, stop in self._parts[number % len(self._parts)]:
-            name, owner, key, size_bytes = self._places[index]
+        _, _, places, parameter_count, parts = self._division
+        for index, start, stop in parts[number % len(parts)]:
+            name, owner, key, size_bytes = places[index]
             if name in self.buffers.statistics:
                 continue
             tensor = owner.get(key)
             if tensor is None or tensor.nbytes != size_bytes:
                 return None
             checksum = self._add(checksum, index, tensor, start, stop)
-            if index < self._parameter_count:
+            if index < parameter_count:
                 self._of_parameters = checksum
         return checksum
 
@@ -293,7 +305,7 @@ class RotatingDigests(ReplicaDigests):
 
     def _digest_all_parts(self) -> list[int]:
         """The digest of each part, as it is now."""
-        return [self._read(turn) or 0 for turn in range(len(self._parts))]
+        return [self._read(turn) or 0 for turn in range(len(self._division.parts))]
 
     def _can_read(self, tensor: torch.Tensor) -> bool:
         return has_memory(tensor)
@@ -302,30 +314,29 @@ class RotatingDigests(ReplicaDigests):
         """Find the tensors of the replica, and divide them."""
         module, ignore = self._module, self._settings.ignore
         parameters = distinct(module.named_parameters(remove_duplicate=False), ignore)
-        self.ids = frozenset(id(item.tensor) for item in parameters)
         owners, statistics = _owners(module), internals.statistics_names(module)
         # Also buffers found to be statistics, which are not read: without them the parts would be others.
         buffers = sorted(self.buffers.saved(module), key=lambda item: item.name in statistics)
         found = [item for item in (*parameters, *buffers) if self._can_read(item.tensor)]
-        self._places = [
+        places = [
             # A module may show tensors under names of its own choice, or tensors of no module.
             _Place(item.name, *owners.get(id(item.tensor), ({item.name: item.tensor}, item.name)), item.tensor.nbytes)
             for item in found
         ]
-        self._parameter_count = sum(self._can_read(item.tensor) for item in parameters)
-        self._layout = self._planner.layout
         # Tensors of no module cannot be looked for.
-        self._found = _tensors_of(module) if all(id(item.tensor) in owners for item in parameters) else []
-        before = self._parts
-        self._parts = divide([item.tensor.nbytes for item in found if item.name not in statistics])
+        tensors = _tensors_of(module) if all(id(item.tensor) in owners for item in parameters) else []
+        parts = divide([item.tensor.nbytes for item in found if item.name not in statistics])
         # On top, so that no part consists of statistics alone, which are mostly not read.
-        for index, place in enumerate(self._places):
+        for index, place in enumerate(places):
             if place.name in statistics and place.size_bytes:
-                self._parts[index % len(self._parts)].append(Piece(index, 0, place.size_bytes))
-        if self._parts != before:
+                parts[index % len(parts)].append(Piece(index, 0, place.size_bytes))
+        if parts != self._division.parts:
             self.generation += 1
             for memory in self._memories.values():
                 memory.agreed.clear()
+        self.ids = frozenset(id(item.tensor) for item in parameters)
+        parameter_count = sum(self._can_read(item.tensor) for item in parameters)
+        self._division = _Division(self._planner.layout, tensors, places, parameter_count, parts)
 
     def _find_differing(self, call: Call, left_out: Collection[int]) -> _Differing:
         """Collective: the parts that differ now."""

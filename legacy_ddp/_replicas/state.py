@@ -311,10 +311,10 @@ class SharedBuffers:
 
     def begin_forward(self, module: nn.Module) -> None:
         """A forward with gradients begins. The first forward marks again: a checkpoint may have been loaded since."""
-        is_first, self.has_run = not self.has_run, True
-        if is_first and self._marks is not None:
+        if not self.has_run and self._marks is not None:
             with torch.no_grad():
                 self._marks = _digest(self.named(module))
+        self.has_run = True
 
     def learn(self, call: Call, module: nn.Module, left_out: Collection[int]) -> bool:
         """Collective: find the buffers that are statistics of each rank's own data.

@@ -89,6 +89,7 @@ class Leaves:
         self._accumulations = 0  # of backward into any .grad, at the end of the last block
         self._sentinel: ZeroGradSentinel | None = None
         self._problem: Exception | None = None
+        self._is_dropping = False  # also after an exception in drop(), until the leaves are dropped
 
     @contextmanager
     def block(self, plan: Callable[[], Plan], *, is_outermost: bool) -> Iterator[None]:
@@ -113,7 +114,8 @@ class Leaves:
     def drop_if_cleared(self) -> None:
         """Drop all leaves if the user cleared the gradients. Not for use inside a block: there ``zero_grad()`` drops
         the gradients of the block alone."""
-        if self._sentinel is not None and self._sentinel.was_cleared(is_added_to=self._is_added_to):
+        sentinel = self._sentinel
+        if self._is_dropping or (sentinel is not None and sentinel.was_cleared(is_added_to=self._is_added_to)):
             self.drop()
 
     def collect_last(self, plan: Plan) -> list[torch.Tensor | None]:
@@ -124,16 +126,16 @@ class Leaves:
             GradientError: a gradient cannot be reduced.
         """
         self.drop_if_cleared()
-        problem, self._problem = self._problem, None
-        if problem is not None:
+        if (problem := self._problem) is not None:
             self.drop()
+            self._problem = None  # last: incomplete sums are never taken for complete ones
             raise problem
         if not self.sums.fits(plan):
             self.drop()
             raise _changed_parameters()
         grads = self._grads_of(plan)
         if any(grad is not None for grad in grads) or _changes_memory(plan):
-            self.sums.add_waiting()
+            self._add_waiting()
         plan.collect(grads)
         if not self.sums.is_waiting:
             _zero_absent_slots(plan, kinds_of(grads))
@@ -141,11 +143,11 @@ class Leaves:
 
     def zeros(self, plan: Plan, *, has_peers: bool) -> list[torch.Tensor]:
         """Zeros in place of the sum, for a rank that takes no part; a flat tensor per buffer."""
-        if not self.sums.fits(plan):
+        if self._is_dropping or not self.sums.fits(plan):
             self.drop()
             self.sums.fits(plan)
         if _changes_memory(plan):
-            self.sums.add_waiting()
+            self._add_waiting()
         plan.collect(plan.grads, are_used=False)
         return self.sums.zeros(has_peers=has_peers)
 
@@ -156,12 +158,14 @@ class Leaves:
 
     def drop(self) -> None:
         """Drop all leaves. The next call still raises the failure of an earlier block."""
+        self._is_dropping = True
         if self._sentinel is not None:
             self._sentinel.remove()
         self.sums.clear()
         self._accumulations, self._sentinel = 0, None
         self._counter.policy.has_leaves = False
         self._counter.note_gradients_removed(keep_counts=False)
+        self._is_dropping = False
 
     def release_memory(self) -> None:
         """Drop all leaves with their memory: a broken-off collective may still write to the memory."""
@@ -184,7 +188,7 @@ class Leaves:
 
     def _begin_block(self, plan: Callable[[], Plan]) -> None:
         self.drop_if_cleared()
-        self.sums.add_waiting()
+        self._add_waiting()
         is_first = not self.sums.count
         if not (self._is_added_to or is_first):
             return
@@ -219,7 +223,14 @@ class Leaves:
         self._sentinel = place_sentinel(plan)
         del grads  # references to the views would keep the flat tensors from being used again
         if _changes_memory(plan):
-            self.sums.add_waiting()  # before the user writes to a kept gradient
+            self._add_waiting()  # before the user writes to a kept gradient
+
+    def _add_waiting(self) -> None:
+        try:
+            self.sums.add_waiting()
+        except BaseException as error:  # only some of the sums may contain the leaf
+            self._problem = self._problem or self._incomplete(error, "in the sum of micro-batches")
+            raise
 
     def _grads_of(self, plan: Plan) -> list[torch.Tensor | None]:
         """The gradient of every slot, with None in place of a sentinel without an added gradient."""
@@ -238,9 +249,9 @@ class Leaves:
         self._problem = self._problem or error  # this micro-batch is missing, even if the thread catches the error
         raise error
 
-    def _incomplete(self, error: BaseException) -> GradientError:
+    def _incomplete(self, error: BaseException, where: str = "inside no_sync()") -> GradientError:
         return GradientError(
-            f"an exception inside no_sync() ended this rank's micro-batch {self.sums.count + 1} (counted from 1) "
+            f"an exception {where} ended this rank's micro-batch {self.sums.count + 1} (counted from 1) "
             f"({error_line(error)}), so gradients are missing; zero_grad() and do the step again from its "
             "first micro-batch, on every rank"
         )

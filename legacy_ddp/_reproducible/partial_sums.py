@@ -29,8 +29,7 @@ class PartialSums:
         self._bucket = bucket
         self._policy = policy
         self._nodes: list[tuple[int, torch.Tensor]] = []  # number of leaves, and their sum
-        self._total: torch.Tensor | None = None
-        self._segment: Segment | None = None  # of _total
+        self._total: tuple[torch.Tensor, Segment | None] | None = None  # its memory
         self._spare: list[torch.Tensor] = []
         self._recv: torch.Tensor | None = None  # if no sum is free for data of peers
 
@@ -68,7 +67,7 @@ class PartialSums:
 
     def segment_of(self, total: torch.Tensor) -> Segment | None:
         """The segment of a result of :meth:`total` or :meth:`zeros`; None for a leaf or for ordinary memory."""
-        return self._segment if total is self._total else None
+        return self._total[1] if self._total is not None and total is self._total[0] else None
 
     def reserve(self, total: torch.Tensor) -> None:
         """Allocate a :meth:`recv_buffer` if needed. Where the host transport carries, the other ranks send nothing."""
@@ -86,14 +85,14 @@ class PartialSums:
 
     def clear(self) -> None:
         """Drop all leaves; the memory stays."""
-        self._spare += [tensor for _, tensor in self._nodes]
-        self._nodes = []
+        nodes, self._nodes = self._nodes, []
+        self._spare += [tensor for _, tensor in nodes]  # after the sums are gone: no memory is in both
 
     def _memory_of_total(self) -> torch.Tensor:
         """Kept apart from the other sums: the other ranks have mapped this segment."""
-        if self._total is None or not self._policy.fits(self._bucket, self._segment):
-            self._total, self._segment = self._policy.allocate(self._bucket, self.dtype)
-        return self._total
+        if self._total is None or not self._policy.fits(self._bucket, self._total[1]):
+            self._total = self._policy.allocate(self._bucket, self.dtype)
+        return self._total[0]
 
     def _idle(self, total: torch.Tensor) -> torch.Tensor | None:
         held = [*self._spare, *(tensor for _, tensor in self._nodes)]
@@ -124,14 +123,12 @@ class LeafSums:
         self._policy = policy
         self.is_waiting = False  # the last leaf lies in the flat tensors, and in no sum yet
         self._kinds: list[int] = []
-        self._buffers: Sequence[FlatBuffer] = ()
-        self._sums: list[PartialSums] = []  # one per buffer
+        self._for: tuple[Sequence[FlatBuffer], list[PartialSums]] = (), []  # buffers, with the sums of each
 
     def fits(self, plan: Plan) -> bool:
         """Whether the sums belong to the plan's buffers. Makes new sums for the plan if there are no leaves."""
         if self._buffers is not plan.buffers and not self.count:
-            self._buffers = plan.buffers
-            self._sums = [PartialSums(buffer.bucket, self._policy) for buffer in plan.buffers]
+            self._for = plan.buffers, [PartialSums(buffer.bucket, self._policy) for buffer in plan.buffers]
         return self._buffers is plan.buffers
 
     def hold(self, kinds: Sequence[int]) -> None:
@@ -195,7 +192,15 @@ class LeafSums:
 
     def release_memory(self) -> None:
         """Drop the memory, after :meth:`clear`."""
-        self._sums, self._buffers = [], ()
+        self._for = (), []
+
+    @property
+    def _buffers(self) -> Sequence[FlatBuffer]:
+        return self._for[0]
+
+    @property
+    def _sums(self) -> list[PartialSums]:
+        return self._for[1]
 
     def _set_waiting(self, *, is_waiting: bool) -> None:
         self.is_waiting = is_waiting

@@ -8,7 +8,6 @@ and with ``create_graph=True``.
 """
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,26 +50,28 @@ class StepPolicy:
     forwards: int = 0
     passes: OpenPasses = field(default_factory=OpenPasses)
     clock: StepClock = field(default_factory=StepClock)
-    block_thread: int = 0  # of the outermost no_sync() block
-    sync_enabled: bool = True  # no no_sync() block is open in any thread
-    _open_blocks: int = 0  # a number, not a state to restore: blocks of two threads end in any order
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # The thread of each open no_sync() block, the outermost first. Blocks of two threads end in any order. The steps of
+    # a dictionary need no lock, and may be repeated after an exception.
+    _open_blocks: dict[object, int] = field(default_factory=dict)
 
-    def open_block(self) -> bool:
-        """Count a ``no_sync()`` block. Returns whether the block is the outermost block."""
-        with self._lock:
-            self._open_blocks += 1
-            self.sync_enabled = False
-            if self._open_blocks > 1:
-                return False
-            self.block_thread = threading.get_ident()
-            return True
+    @property
+    def sync_enabled(self) -> bool:
+        """Whether no ``no_sync()`` block is open in any thread."""
+        return not self._open_blocks
 
-    def close_block(self) -> None:
-        """A ``no_sync()`` block ended."""
-        with self._lock:
-            self._open_blocks -= 1
-            self.sync_enabled = not self._open_blocks
+    @property
+    def block_thread(self) -> int:
+        """The thread of the outermost ``no_sync()`` block, 0 without one."""
+        return next(iter(tuple(self._open_blocks.values())), 0)
+
+    def open_block(self, block: object) -> bool:
+        """Note a ``no_sync()`` block. Returns whether the block is the outermost block."""
+        self._open_blocks[block] = get_ident()
+        return next(iter(tuple(self._open_blocks))) is block
+
+    def close_block(self, block: object) -> None:
+        """A ``no_sync()`` block has ended, or was not opened."""
+        self._open_blocks.pop(block, None)
 
 
 class PassiveHook:
@@ -147,6 +148,12 @@ class BackwardHook:
                 self.sums.discard(index)
         counts[index] = count + 1
 
+    def take_over(self, earlier: "BackwardHook") -> None:
+        """Go on with the count of an earlier hook on the same parameter."""
+        self.grad_version, self.left_version, self.thread = earlier.grad_version, earlier.left_version, earlier.thread
+        self.is_consumed, self.is_stepped = earlier.is_consumed, earlier.is_stepped
+        self.first_pass = earlier.first_pass
+
     def was_reduced(self, grad: torch.Tensor | None, *, excluding: "BackwardHook | None" = None) -> bool:
         """Whether a call left ``grad``, and no backward has reached the gradient since.
 
@@ -187,7 +194,8 @@ def only_backward_hook(parameter: torch.Tensor) -> BackwardHook | None:
 def remove_hooks(handles: list[RemovableHandle]) -> None:
     """Remove the hooks, and empty the list."""
     while handles:
-        handles.pop().remove()
+        handles[-1].remove()
+        handles.pop()
 
 
 class _Attached(NamedTuple):
@@ -278,9 +286,10 @@ class BackwardCounter:
             )
         ]
         for hook, found in zip(self._hooks, before, strict=True):
-            hook.first_pass = -1 if found is None else found.hook.first_pass
+            if found is not None:
+                hook.take_over(found.hook)
         for hook, parameter in zip(self._hooks, parameters, strict=True):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            internals.add_accumulate_hook(parameter, hook, self._handles)
         self._handle_ids = [handle.id for handle in self._handles]
         self._identities = list(map(internals.identity, parameters))
 
@@ -337,8 +346,8 @@ class BackwardCounter:
 
     def mark_divided_again(self, positions: Collection[int]) -> None:
         """The results at these positions, and at no other, hold an earlier result that a later call has divided."""
-        self._divided.intersection_update(positions)
         self._divided.update(positions)
+        self._divided.intersection_update(positions)
 
     def added_to_used_results(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether every gradient reached by backward is the result of a call, used by a step, plus this backward.

@@ -58,12 +58,16 @@ class FrozenGradients:
         """Look at these parameters from now on, instead of those before. Call this before the counter lets go of
         parameters that were thawed until now: their hooks tell whether the gradient waits for a call."""
         grads = self._waiting(parameter for _, parameter in frozen)
-        remove_hooks(self._handles)
+        earlier = list(self._handles)
         for (name, parameter), grad in zip(frozen, grads, strict=True):
             hook = FrozenHook(name, self._policy)
             if grad is not None:
                 hook.note(grad)
-            self._handles.append(internals.add_accumulate_hook(parameter, hook))
+            internals.add_accumulate_hook(parameter, hook, self._handles)
+        # Last: an exception before this leaves the hooks that know their gradients.
+        for handle in earlier:
+            handle.remove()
+        del self._handles[: len(earlier)]
 
     def _waiting(self, parameters: Iterable[torch.Tensor]) -> list[dict[str, Any] | None]:
         """For each parameter the identity of its gradient, if backward has made it and no call has reduced it."""

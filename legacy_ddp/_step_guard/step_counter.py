@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.backward_counter import BackwardHook, StepPolicy
@@ -74,6 +73,7 @@ def _register_step_hooks() -> None:
     internals.after_every_step(_after_step)
 
 
+@internals.keeps_grad_mode
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     for reference in tuple(_observers):
@@ -82,6 +82,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
             observer._before_step(optimizer, has_closure=has_closure)
 
 
+@internals.keeps_grad_mode
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for reference in tuple(_observers):
         observer = reference()
@@ -129,9 +130,10 @@ class StepCounter(StepObserver):
 
     def begin(self, place: object) -> None:
         """Count from now on, after a successful call."""
-        self._place, self._steps = weakref.ref(place), 0
+        self._steps = 0
         self._stepped.clear()
         self._reader.clear()
+        self._place = weakref.ref(place)  # last: with it the steps count
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step."""
@@ -191,7 +193,7 @@ _known: "weakref.WeakValueDictionary[int, torch.amp.GradScaler]" = weakref.WeakV
 @cache
 def watch_scalers() -> None:
     """Note the scaler of every step in this process from now on. Later calls do nothing."""
-    register_optimizer_step_pre_hook(_note_scaler)
+    internals.add_step_pre_hook(_note_scaler)
 
 
 @internals.disable_dynamo

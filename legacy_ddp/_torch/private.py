@@ -72,7 +72,7 @@ def _names(owner: str, *names: str) -> Iterator[PrivateName]:
 PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch", "_disable_dynamo", "_foreach_copy_", "_foreach_norm"),
     *_names("torch._C", "DisableTorchFunction", "Future", "_current_graph_task_id", "_get_tracing_state"),
-    *_names("torch._C", "_storage_Use_Count", "_to_dlpack"),
+    *_names("torch._C", "_set_grad_enabled", "_storage_Use_Count", "_to_dlpack"),
     *_names("torch._C", "_DisableTorchDispatch", "_current_autograd_node", "_get_dispatch_stack_at"),
     *_names("torch._C", "_len_torch_dispatch_stack", "_pop_torch_dispatch_stack", "_push_on_torch_dispatch_stack"),
     *_names("torch._C._autograd", "_get_sequence_nr"),
@@ -103,6 +103,7 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch.nn.Module", "_buffers", "_compiled_call_impl", "_non_persistent_buffers_set"),
     *_names("torch.nn.modules.batchnorm", "_NormBase"),
     *_names("torch.optim.Optimizer", "_optimizer_step_pre_hooks"),
+    *_names("torch.optim.optimizer", "_global_optimizer_post_hooks", "_global_optimizer_pre_hooks"),
     *_names("torch.utils._python_dispatch", "TorchDispatchMode"),
     *_names("torch.utils.weak", "WeakIdKeyDictionary"),
 )

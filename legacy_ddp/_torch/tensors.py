@@ -5,7 +5,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -18,9 +18,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.profiler import record_function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim import optimizer as step_hooks
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
+
+from legacy_ddp._interrupts import undone_by
 
 _USE_COUNT: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in the stubs
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # new in torch 2.10
@@ -37,9 +39,10 @@ is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ign
 # with weak references. Never written to. In C, because a call asks for the identity of every parameter.
 identity: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
 
-# One hook of torch calls all of them: each passage between torch and a function without tracing costs a microsecond.
-_pre_hooks: list[Callable[..., Any]] = []
-_post_hooks: list[Callable[..., Any]] = []
+# One hook of torch calls all of them: each passage between torch and a function without tracing costs a microsecond. By
+# hook, without a value: a registration that an exception interrupted is made again, and no hook runs twice.
+_pre_hooks: dict[Callable[..., Any], None] = {}
+_post_hooks: dict[Callable[..., Any], None] = {}
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -194,15 +197,21 @@ def accumulate_hooks(parameters: Iterable[torch.Tensor]) -> list[Mapping[int, Ca
         return [getattr(parameter, "_post_accumulate_grad_hooks", None) or _NO_HOOKS for parameter in parameters]
 
 
-def add_accumulate_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Register a post-accumulate hook, also on a frozen parameter, which the method of torch refuses."""
+def add_accumulate_hook(
+    parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], handles: list[RemovableHandle] | None = None
+) -> None:
+    """Register a post-accumulate hook, also on a frozen parameter, which the method of torch refuses.
+
+    ``handles``: gets the handle before the parameter gets the hook, so that no hook is ever without its handle.
+    """
     with torch._C.DisableTorchFunction():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if hooks is None:
             hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
     handle = RemovableHandle(hooks)
+    if handles is not None:
+        handles.append(handle)
     hooks[handle.id] = hook
-    return handle
 
 
 @contextmanager
@@ -212,14 +221,17 @@ def without_accumulate_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[Non
         found = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters]
     # Emptied and filled again: torch's C++ side refers to the same dictionaries.
     emptied = [(hooks, dict(hooks)) for hooks in found if hooks]
-    for hooks, _ in emptied:
-        hooks.clear()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for hooks, before in emptied:
+            if list(hooks) != list(before):
+                hooks.clear()
+                hooks.update(before)
+
+    with undone_by(put_back):
+        for hooks, _ in emptied:
             hooks.clear()
-            hooks.update(before)
+        yield
 
 
 def attach_hooks(tensor: torch.Tensor) -> None:
@@ -276,6 +288,23 @@ def skip_tracing_below(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
+def keeps_grad_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark ``function``: it leaves autograd on or off as it was, also where an exception interrupts torch's own blocks.
+
+    An interrupt in the Python code of ``torch.no_grad()`` leaves autograd off in the thread.
+    """
+
+    @wraps(function)
+    def keeping(*args: P.args, **kwargs: P.kwargs) -> T:
+        was_enabled = torch.is_grad_enabled()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(was_enabled)  # a function in C: no signal handler runs before it
+
+    return keeping
+
+
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
     """Mark ``function``: torch.compile never traces it. Does not import the compiler."""
     return torch._disable_dynamo(function)  # type: ignore[attr-defined]  # not in the stubs
@@ -297,22 +326,34 @@ def has_compiled_call(module: nn.Module) -> bool:
 
 def before_every_step(hook: Callable[..., Any]) -> None:
     """Call ``hook`` before every step of every optimizer, after the optimizer's own pre-hooks. Never traced."""
-    if not _pre_hooks:
-        register_optimizer_step_pre_hook(_run_or_postpone_pre_hooks)
-    _pre_hooks.append(hook)
+    _pre_hooks[hook] = None
+    add_step_pre_hook(_run_or_postpone_pre_hooks)
 
 
 def after_every_step(hook: Callable[..., object]) -> None:
     """Call ``hook`` after every step of every optimizer that raised no error. Never traced."""
-    if not _post_hooks:
-        register_optimizer_step_post_hook(_run_post_hooks)
-    _post_hooks.append(hook)
+    _post_hooks[hook] = None
+    if _run_post_hooks not in step_hooks._global_optimizer_post_hooks.values():
+        step_hooks.register_optimizer_step_post_hook(_run_post_hooks)
+
+
+def add_step_pre_hook(hook: Callable[..., Any]) -> None:
+    """Call ``hook`` before every step of every optimizer, before the optimizer's own pre-hooks. Once, if called again:
+    an exception may have come after an earlier registration."""
+    if hook not in step_hooks._global_optimizer_pre_hooks.values():
+        step_hooks.register_optimizer_step_pre_hook(hook)
+
+
+def remove_step_pre_hook(hook: Callable[..., Any]) -> None:
+    """Undo :func:`add_step_pre_hook`, if it was called."""
+    for key in [key for key, known in step_hooks._global_optimizer_pre_hooks.items() if known is hook]:
+        step_hooks._global_optimizer_pre_hooks.pop(key, None)
 
 
 def _run_pre_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call all hooks in order. As with torch's hooks, each may return other arguments of the step."""
     changed = None
-    for hook in _pre_hooks:
+    for hook in tuple(_pre_hooks):
         result = hook(optimizer, args, kwargs)
         if result is not None:
             args, kwargs = changed = result
@@ -338,7 +379,7 @@ def _run_or_postpone_pre_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any
 
 @disable_dynamo
 def _run_post_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for hook in _post_hooks:
+    for hook in tuple(_post_hooks):
         hook(optimizer, args, kwargs)
 
 

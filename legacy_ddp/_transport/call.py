@@ -13,6 +13,7 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerError, SyncTimeoutError
+from legacy_ddp._interrupts import Owner
 from legacy_ddp._log import shorten_display
 from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
@@ -42,6 +43,9 @@ class Call(Gatherer):
 
     After the first communication a call succeeds, ends in an error on all ranks, or leaves the group unusable.
 
+    An exception of a signal handler may come before the block or at its end, so that the call is never ended. The next
+    call recognises this, because the function with the block has ended, and ends the earlier call.
+
     Raises:
         LegacyDDPError: a call on this group is under way in this process.
         LostPeerError: an earlier failure left the group unusable.
@@ -65,12 +69,12 @@ class Call(Gatherer):
         self.open_phases: list[tuple[str, float, AbstractContextManager[object] | None]] = []  # the innermost last
         self._phase_end = PhaseEnd(self)
         self._failed_alike = False
+        self._is_ended = False
 
     def __enter__(self) -> "Call":
-        if not self.groups.busy.acquire(blocking=False):
-            raise LegacyDDPError(f"{self.operation}: {self._refusal()}")
+        self.owner = Owner()
+        self._begin()
         try:
-            self.groups.caller = self.operation.label, threading.get_ident()
             if self.groups.lost:
                 raise self.groups.lost_error()
             self.number = self.group_state.calls[self.operation] + 1
@@ -80,39 +84,56 @@ class Call(Gatherer):
             if self.groups.watchdog is not None:
                 self.groups.watchdog.begin(self.name, warns=self._warns())
         except BaseException:
-            self.groups.busy.release()
+            self._release()
             raise
         return self
+
+    def _begin(self) -> None:
+        """Become the call under way on the group.
+
+        Raises:
+            LegacyDDPError: another call is.
+        """
+        while (other := self.groups.busy.take(self)) is not self:
+            if not other.owner.has_left():
+                raise LegacyDDPError(f"{self.operation}: {_refusal(other)}")
+            left = LegacyDDPError(f"{other.operation} was ended by an exception of a signal handler")
+            other.__exit__(type(left), left, None)
+
+    def _release(self) -> None:
+        self.owner.forget()
+        self.groups.busy.release(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._end_call(error)
+            try:
+                if not self._is_ended:
+                    self._end_call(error)
+            except BaseException as interrupt:  # of a signal handler
+                self._end_call(error or interrupt)
+                raise
         finally:
-            process_activity.enter(USER_CODE)
-            self.groups.busy.release()
-
-    def _refusal(self) -> str:
-        operation, thread = self.groups.caller
-        if thread == threading.get_ident():
-            return (
-                f"called inside of {operation}, expected one call at a time; make the call after {operation} has "
-                "returned, and not in its functions, in hooks of the model, or in a signal handler"
-            )
-        return (
-            "another call on this process group is under way in this process, expected one at a time; call from one "
-            "thread"
-        )
+            try:
+                process_activity.enter(USER_CODE)
+            finally:
+                self._release()
 
     def _end_call(self, error: BaseException | None) -> None:
-        """Count a success. After an error of this rank alone, tell the other ranks, and refuse further calls."""
+        """Count a success. After an error of this rank alone, tell the other ranks, and refuse further calls.
+
+        Called again where an exception interrupts it: then a call that is not counted has failed, because the other
+        ranks may have counted it.
+        """
         if error is None:
             forget_turn()
             self.groups.note_issued()
-            self.group_state.calls[self.operation] = self.number
-            if self.group_state.wrapper_id is None:
-                self.group_state.wrapper_id = self.groups.wrapper_count = self.wrapper_id
+            self.groups.wrapper_count = max(self.groups.wrapper_count, self.wrapper_id)
+            self.group_state.wrapper_id = self.wrapper_id
+            self.group_state.calls[self.operation] = self.number  # last: from here on the call has succeeded
+        elif self.number and self.group_state.calls[self.operation] == self.number:
+            error = None
         watchdog = self.groups.watchdog
         if watchdog is not None:
             watchdog.end(has_met=self._has_communicated, succeeded=error is None)
@@ -125,6 +146,7 @@ class Call(Gatherer):
             is_agreed = isinstance(error, AgreedError) or self._failed_alike
             shorten_display(error, is_agreed=is_agreed, rank=self.groups.rank, first=self.groups.global_ranks[0])
             self._end_in_order(error, is_agreed=is_agreed)
+        self._is_ended = True
 
     def _end_in_order(self, error: BaseException, *, is_agreed: bool) -> None:
         """Let the process of the rank at fault end before this process, if ``error`` ends both: a launcher names the
@@ -217,6 +239,19 @@ class Call(Gatherer):
         with self.phase("join"):
             if (work := notice()) is not None:
                 self.wait_until_deadline(work)
+
+
+def _refusal(other: Call) -> str:
+    """Why no call can begin while ``other`` is under way."""
+    operation = other.operation.label
+    if other.owner.thread == threading.get_ident():
+        return (
+            f"called inside of {operation}, expected one call at a time; make the call after {operation} has "
+            "returned, and not in its functions, in hooks of the model, or in a signal handler"
+        )
+    return (
+        "another call on this process group is under way in this process, expected one at a time; call from one thread"
+    )
 
 
 class PhaseEnd:

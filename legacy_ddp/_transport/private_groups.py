@@ -15,9 +15,9 @@ import multiprocessing
 import multiprocessing.util
 import os
 import resource
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import cache, cached_property
 from typing import Any
@@ -37,6 +37,7 @@ from legacy_ddp._errors import (
     argument_errors,
 )
 from legacy_ddp._fork import run_in_children
+from legacy_ddp._interrupts import OwnedLock
 from legacy_ddp._text import error_text
 from legacy_ddp._transport.first_meeting import meet_members
 from legacy_ddp._transport.star import Star
@@ -159,8 +160,7 @@ class Groups:
         self.size = parent.size()
         self.global_ranks = dist.get_process_group_ranks(parent)  # the ranks of the group, counted in the whole job
         self.wrapper_count = 0  # wrappers with a successful call on this group
-        self.busy = threading.Lock()
-        self.caller = ("", 0)  # the operation that holds the lock, and the ident of its thread
+        self.busy: OwnedLock[Any] = OwnedLock()  # held by the call under way
         self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
         self.endpoints_exchanged = False
         self.star: Star | None = None  # None: a single rank, or no call yet
@@ -230,12 +230,13 @@ class Groups:
         """
         if self.endpoints_exchanged or self.watchdog is not None or self.size == 1 or checks.level == "off":
             return None
-        self.watchdog = Watchdog(
+        watchdog = Watchdog(
             self.rank, self.size, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
         )
         # First: a lost connection makes the other ranks poll at once, for the exit reason.
-        self._at_end.insert(0, self.watchdog.close)
-        return self.watchdog
+        self._at_end.insert(0, watchdog.close)
+        self.watchdog = watchdog
+        return watchdog
 
     def payload(self, device: torch.device) -> Any:
         """The group that carries tensors of ``device``: the private group for CPU and on gloo, else the user's group.
@@ -335,9 +336,11 @@ class Groups:
                 internals.keep_for_ever(group)
 
 
-def _call_all(functions: Iterable[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    """Call all functions in order, also if one raises."""
+    with ExitStack() as stack:
+        for function in reversed(functions):
+            stack.callback(function)
 
 
 def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
@@ -367,16 +370,18 @@ def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None) -> Group
     """
     groups = _groups.get(parent)
     if groups is None:
-        groups = _groups[parent] = Groups(parent)
+        groups = Groups(parent)
         _alive.add(groups)
         _close_at_exit()
         try:
             groups.build(parent, timeout_seconds)
-        except PeerError:  # nothing was connected: the next call may succeed
-            del _groups[parent]
-            raise
-        except BaseException as error:
+            _groups[parent] = groups
+        except BaseException as error:  # also an interrupt: the other ranks may be connected
+            if groups.size == 1 or isinstance(error, PeerError):  # nothing was connected: the next call may succeed
+                raise
             groups.mark_failed(error)
+            _groups[parent] = groups
+            groups.close_star(error)
             if isinstance(error, LegacyDDPError) or not isinstance(error, RuntimeError):
                 raise
             raise PeerLostError(
@@ -388,6 +393,7 @@ def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None) -> Group
 @cache
 def _close_at_exit() -> None:
     run_in_children(_after_fork)
+    atexit.unregister(_close_all)  # of an earlier call, if an exception came after it
     atexit.register(_close_all, shows_exit=False)
     if multiprocessing.parent_process() is not None:  # such a process ends without atexit
         multiprocessing.util.Finalize(None, _close_all, kwargs={"shows_exit": True}, exitpriority=0)

@@ -73,6 +73,7 @@ class Watchdog:
         self._view = GroupView(self._server.endpoint, [None] * size)
         self._status = self._view.status
         self._status.payloads = self._payloads
+        self._met = 0  # the number of the last call in which communication had begun
         self.activity = self._status.activity  # of the calls
         self._policy = WarningPolicy(rank, self.file, warn_after_seconds)
         self._record = FailureRecord(self._view, self._policy)
@@ -86,21 +87,22 @@ class Watchdog:
     def start(self, endpoints: Sequence[bytes]) -> None:
         """Take the endpoints of all ranks, in the order of the ranks, and begin to answer."""
         self._view.peers = [decode_endpoint(rank, data) for rank, data in enumerate(endpoints)]
-        self._status.serial = 1  # every rank is in its first call; some ranks may have failed in a call before
+        # Every rank is in its first call; some ranks may have failed in a call before.
+        self._met, self._status.serial = 0, 1
         self._server.start(self._view.peers[(self.rank + 1) % len(self._view.peers)])
 
     def begin(self, call: str, *, warns: bool) -> None:
         """This rank enters a call. ``warns``: whether a long wait in the call is worth a warning."""
         status = self._status
         status.activity.enter("plan", call)
-        status.serial, status.call, status.in_call = status.serial + 1, call, True
+        status.serial, status.call, status.in_call = self._met + 1, call, True
         self._policy.begin(warns=warns)
 
     def end(self, *, has_met: bool, succeeded: bool) -> None:
         """This rank leaves the call. ``has_met``: communication has begun, so the other ranks count the call, too."""
-        self._status.in_call = False
-        if not has_met:
-            self._status.serial -= 1
+        if has_met:
+            self._met = self._status.serial
+        self._status.serial, self._status.in_call = self._met, False
         if succeeded:
             self._policy.end(self._status.call)
         else:

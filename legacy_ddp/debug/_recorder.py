@@ -140,9 +140,16 @@ class Recorder:
             self._is_result_pending = True  # the state before the first step is the result of the step before it
             with torch.no_grad():
                 self._write_result(self._writer)
+            self._watch()
         except BaseException:
-            self._writer.discard()
+            writer, self._writer = self._writer, None  # what is registered already does nothing from here on
+            writer.discard()
             raise
+        self._is_open = True
+        self._try(self._begin_operations)
+        return self
+
+    def _watch(self) -> None:
         observers = self._target.synchronizer.observers
         self._handles = [
             observers.forward.add(self._see_forward),
@@ -152,9 +159,6 @@ class Recorder:
             observers.returned.add(self._see_returned),
         ]
         self._steps.watch()
-        self._is_open = True
-        self._try(self._begin_operations)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -343,7 +347,8 @@ class _OptimizerSteps:
 
     def release(self) -> None:
         while self._hooks:
-            self._hooks.pop().remove()
+            self._hooks[-1].remove()
+            self._hooks.pop()
 
     def reset(self) -> None:
         """Start counting for the next call; steps ended by an exception are dropped, too."""

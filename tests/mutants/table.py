@@ -23,6 +23,7 @@ _LATE = "tests/collectives/test_late_nonfinite.py -k later_by_all"
 _LATE_RANK = "tests/collectives/test_late_rank.py"
 _LATE_DIGESTS = "tests/replicas/test_late_digests.py -k later_by_all"
 _PAYLOADS = "tests/watchdog/test_payloads.py"
+_INTERRUPTS = "tests/test_interrupts.py"
 _KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
 
 AGREEMENT = (
@@ -604,8 +605,8 @@ WATCHDOG = (
     ),
     Mutant(
         "a call that met no rank counts",
-        "if not has_met:",
-        "if False:",
+        "        if has_met:\n            self._met",
+        "        if True:\n            self._met",
         "tests/agreement/test_blame.py -k interrupted_before",
     ),
     Mutant(
@@ -745,4 +746,32 @@ TRACES = (
     ),
 )
 
-MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG, *STEPS, *TRACES)
+INTERRUPTS = (
+    Mutant(
+        "the parts of the replica are known before they are divided",
+        "        parts = divide([item.tensor",
+        "        self._division = self._division._replace(layout=self._planner.layout)\n"
+        "        parts = divide([item.tensor",
+        _INTERRUPTS,
+    ),
+    Mutant(
+        "the owner of a call is thought to be there still",
+        "            if not other.owner.has_left():",
+        "            if other is not self:",
+        _INTERRUPTS,
+    ),
+    Mutant(
+        "a block of no_sync() is open before anything closes it",
+        "with undone_by(partial(policy.close_block, block)):\n            is_outermost = policy.open_block(block)",
+        "is_outermost = policy.open_block(block)\n        with undone_by(partial(policy.close_block, block)):",
+        _INTERRUPTS,
+    ),
+    Mutant(
+        "a hook is there before its handle is kept",
+        "        handles.append(handle)\n    hooks[handle.id] = hook",
+        "        hooks[handle.id] = hook\n        handles.append(handle)\n    hooks[handle.id] = hook",
+        _INTERRUPTS,
+    ),
+)
+
+MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG, *STEPS, *TRACES, *INTERRUPTS)

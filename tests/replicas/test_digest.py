@@ -464,3 +464,9 @@ def test_parts_are_few_and_of_about_equal_cost(sizes: list[int]) -> None:
 def test_a_small_model_is_one_part_and_nothing_is_an_empty_part() -> None:
     assert divide([100, 200, 300]) == [[(0, 0, 100), (1, 0, 200), (2, 0, 300)]]
     assert divide([]) == divide([0, 0]) == [[]]
+
+
+@pytest.mark.parametrize("start, stop", [(0, 41), (-8, 8), (24, 16), (48, 56)])
+def test_bytes_beyond_a_tensor_are_refused_and_not_read(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match=f"got {start} to {stop}, expected 0 to 40"):
+        add_memory(0, torch.zeros(10), start, stop)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._collectives.state import private_forwards
+from legacy_ddp._interrupts import undone_by
 from legacy_ddp._replicas.digest import digest_each
 from legacy_ddp._replicas.state import NONE, StateItem, comparable, describe_items
 from legacy_ddp.debug._cross_check.batch import Classes, check_classes, unpack
@@ -163,11 +163,9 @@ def _without_steps() -> Iterator[None]:
         if threading.get_ident() == thread:
             raise ValueError(f"run called step() of {type(optimizer).__name__}, expected no step in run; {_STEP}")
 
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
+    with undone_by(functools.partial(internals.remove_step_pre_hook, refuse)):
+        internals.add_step_pre_hook(refuse)
         yield
-    finally:
-        handle.remove()
 
 
 def _other_leaves(loss: torch.Tensor, own: Collection[int]) -> list[torch.Tensor]:
@@ -194,14 +192,15 @@ def _other_leaves(loss: torch.Tensor, own: Collection[int]) -> list[torch.Tensor
 def _gradients_set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """For the block the leaves have no gradient, and backward calls none of their hooks after the accumulation."""
     before = [(leaf, leaf.grad) for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
-    try:
-        with internals.without_accumulate_hooks(leaves):
-            yield
-    finally:
+
+    def put_back() -> None:
         for leaf, grad in before:
             leaf.grad = grad
+
+    with undone_by(put_back), internals.without_accumulate_hooks(leaves):
+        for leaf in leaves:
+            leaf.grad = None
+        yield
 
 
 def held_values(run: object, module: nn.Module) -> dict[str, Any]:

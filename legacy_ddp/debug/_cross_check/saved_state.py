@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._interrupts import undone_by
 from legacy_ddp._replicas.digest import as_bytes, is_digestible
 from legacy_ddp._torch import device as devices
 
@@ -32,7 +33,7 @@ def state_set_aside(
     with ExitStack() as stack:
         stack.enter_context(internals.without_accumulate_hooks(parameters))
         stack.callback(torch.clear_autocast_cache)
-        stack.callback(saved.restore)
+        stack.enter_context(undone_by(saved.restore))
         stack.enter_context(internals.preserved_versions(saved.tensors))
         yield saved
 
@@ -48,6 +49,7 @@ class SavedState:
     ) -> None:
         self.generators = generator_states(module)
         self._module, self._statistics = module, statistics
+        self._is_restored = False
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         held = [*module.parameters(), *(buffer for item in (module, *others) for buffer in item.buffers())]
         self._tensors = [(item, item.detach().clone()) for item in {id(item): item for item in held}.values()]
@@ -75,11 +77,14 @@ class SavedState:
         torch.clear_autocast_cache()  # a cached copy of a weight would save the second run an operation
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back, once; again, if an exception came before the end."""
+        if self._is_restored:
+            return
         self._restore_module()
         for parameter, grad in self._gradients:
             parameter.grad = grad
         restore_generators(self._module, self.generators)
+        self._is_restored = True
         self._gradients.clear()  # an error may keep this object alive, but no gradient
 
     def _restore_module(self) -> None:
