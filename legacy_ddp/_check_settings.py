@@ -81,7 +81,8 @@ class Checks:
             parameter, on a device some calls later: ``"warn"`` once for a streak of calls, with the report of all
             ranks, on rank 0 and in the log of every rank, and again for other tensors or ranks, at most 5 times in a
             streak; ``"raise"`` a ReplicaDivergenceError on every rank; ``"ignore"``, for instance for weights that
-            differ on purpose. Must be equal on all ranks. ``"detail"`` always raises, in the next call.
+            differ on purpose. Must be equal on all ranks. ``"detail"`` always raises, in the next call. The same holds
+            for buffers that some ranks alone hold, saved or not: found in the next call, and a LayoutError if raised.
         edited: the reaction if gradients were unscaled by a GradScaler or clipped, in place, between backward and the
             call: ``"warn"`` once, on rank 0 and in the log of every rank; ``"raise"`` an EditedGradientError on every
             rank, before gradients are exchanged; ``"allow"``, for instance for gradients normalised before the call.
@@ -89,10 +90,11 @@ class Checks:
             gradients of different directions, with one norm or one greatest element in call after call; other edits are
             silent. On a device ``"warn"`` sees a clip only with ``nonfinite="raise"`` or ``"skip"``, and ``"raise"``
             waits for the device in calls with edited gradients.
-        local_buffers: names of buffers that may differ between ranks, or patterns (``"*.running_mean"``): these
-            buffers are not compared. Without a name, too: buffers that are not saved, buffers that differ and have
-            changed on every rank since the first forward, and running statistics of torch's normalisation layers that
-            differ and have changed on a rank where the layer is in training. Statistics of frozen layers are compared.
+        local_buffers: names of buffers that may differ between ranks, or patterns (``"*.running_mean"``): neither
+            values nor names of these buffers are compared. Without a name, these values are not compared: of buffers
+            that are not saved, of buffers that differ and have changed on every rank since the first forward, and
+            running statistics of torch's normalisation layers that differ and have changed on a rank where the layer is
+            in training. Statistics of frozen layers are compared.
         warn_after_seconds: seconds that a rank waits, or that a payload runs on a device, before a warning names the
             missing ranks and their activity, from the third call on. On a process group the value of the first wrapper
             counts, as for ``report_dir``.

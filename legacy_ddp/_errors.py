@@ -87,7 +87,7 @@ class AgreedError(LegacyDDPError):
 
 
 class LayoutError(AgreedError):
-    """Ranks hold different parameters, buffers or settings; the text names each difference and its ranks.
+    """Ranks hold different modules, parameters, buffers or settings; the text names each difference and its ranks.
 
     Example:
         >>> if rank == 1:

@@ -90,7 +90,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     Raises:
         TypeError, ValueError: an unusable argument; a lazy, meta or DTensor parameter; a wrapper inside ``module``; no
             process group.
-        LayoutError: ranks hold different parameters, buffers or settings; on every rank, with their names.
+        LayoutError: ranks hold modules of different classes, or different parameters, buffers or settings; on every
+            rank, with their names.
         TransportError: ``transport="host"`` is not possible; on every rank.
         PeerError, DesyncError, LostPeerError: as for :meth:`all_reduce`.
 
@@ -142,7 +143,9 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             )
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()
-        self._synchronizer = Synchronizer(self._settings, self, module_class=type(self.module).__name__)
+        self._synchronizer = Synchronizer(
+            self._settings, self, module=module if isinstance(module, nn.Module) else None
+        )
         kind, plan, settings = LegacyDistributedDataParallel, self._plan, self._settings
         with self._synchronizer.planner.released_on_failure():
             group = self._group.resolve()
@@ -208,7 +211,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
                 backward, ...). If every rank failed with the same text, every rank raises its local error instead.
             DesyncError: ranks are in different calls, mix None and int ``sample_size``, pass other names of metrics, or
                 a rank skipped or repeated a call.
-            LayoutError: parameters changed on some ranks only.
+            LayoutError: parameters changed on some ranks only, or with ``checks="detail"`` the names of buffers.
             ReplicaDivergenceError: with ``checks="detail"``, parameters or buffers of ranks hold different bits, or a
                 step since the last call used different gradients.
             NonFiniteGradientError: a rank's gradient holds NaN or infinity; only with ``Checks(nonfinite="raise")``.
@@ -342,7 +345,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._synchronizer = Synchronizer(self._settings, self, module_class=type(self.module).__name__)
+        self._synchronizer = Synchronizer(self._settings, self, module=self.module)
         with suppress(ValueError):  # raised by the first collective; the plan counts backward passes until then
             self._plan()
 

@@ -24,6 +24,7 @@ from legacy_ddp._agreement.header import (
     encode_header,
 )
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE
+from legacy_ddp._buckets.layout import MODULE
 from legacy_ddp._compare import Finding, compare_groups, compare_rows, name_ranks
 from legacy_ddp._errors import (
     AgreedError,
@@ -40,6 +41,7 @@ from legacy_ddp._transport.call import Call
 
 IGNORED = "it ignored (ignore=)"
 LAYOUT_ADVICE = "make the module and the settings alike on every rank"
+_MODULE_ADVICE = "wrap the same modules in the same order on every rank, and make their calls in the same order"
 
 
 class Precedence(IntEnum):
@@ -266,9 +268,10 @@ def _find_other_layout(
         return None
     details = call.gather_distinct({"inventory": dict(inventory), "ignored": sorted(call.ignored)})
     finding = compare_groups(_with_ignored(details))
+    names = [item.name for item in finding.differences]
+    advice = _MODULE_ADVICE if MODULE in names else advice
     text = f"ranks hold different parameters, buffers or settings:\n{finding}\n{advice}"
     error = agreed_error(LayoutError, rows, text, finding.ranks)
-    names = [item.name for item in finding.differences]
     if len(names) == 1 and names[0].startswith("parameter "):
         error.parameter = names[0].removeprefix("parameter ").strip("'")
     return error

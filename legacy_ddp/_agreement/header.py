@@ -35,7 +35,8 @@ class Flag:
     UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward. STEPS_KNOWN,
     ISSUED_KNOWN: ``steps`` or ``issued`` has a number. SCALED: with ``nonfinite="skip"``, a GradScaler skips steps with
     infinities on the rank. STALE: a gradient of the rank holds the result of an earlier call, which this call divides
-    again, or which an earlier call has divided again.
+    again, or which an earlier call has divided again. NAMED: the rank compares the names of its buffers. RENAMED: these
+    names have not been compared yet.
     """
 
     FAILED = 1
@@ -56,6 +57,8 @@ class Flag:
     ISSUED_KNOWN = 32768
     SCALED = 65536
     STALE = 262144
+    NAMED = 2**28
+    RENAMED = 2**29
 
 
 @dataclass(slots=True)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._settings import Settings
 
 SUPPORTED_DTYPES = frozenset(
@@ -19,6 +21,10 @@ SUPPORTED_DTYPES = frozenset(
 )
 # Absent slots between two present slots are sent as zeros up to this size: cheaper than a second collective.
 MAX_GAP_BYTES = 64 * 1024
+MODULE = "class of the module"
+# Their classes say nothing about a model.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_LONGEST_FACT = 60  # characters about a tensor in an inventory
 
 Run = tuple[int, int]
 
@@ -89,7 +95,7 @@ class Bucket:
 class Layout:
     """Buckets, and the inventory for the comparison of ranks.
 
-    ``inventory`` describes every parameter (frozen parameters, too) and every shared setting.
+    ``inventory`` describes the module, every parameter (frozen parameters, too) and every shared setting.
     ``buffer_size``: the maximum number of elements in a collective.
     """
 
@@ -118,8 +124,10 @@ class Layout:
         return inventory_digest(self.inventory)
 
 
-def plan_layout(parameters: Sequence[Named], settings: Settings) -> Layout:
+def plan_layout(parameters: Sequence[Named], settings: Settings, module: Mapping[str, str] | None = None) -> Layout:
     """Give every trainable parameter a slot, in name order, in the bucket of its device and dtype.
+
+    ``module``: the beginning of the inventory, see :func:`describe_module`.
 
     Raises:
         ValueError: a parameter is not usable, as :func:`check_dense` and :func:`check_trainable` say.
@@ -132,7 +140,7 @@ def plan_layout(parameters: Sequence[Named], settings: Settings) -> Layout:
             check_trainable(item)
             groups.setdefault((item.tensor.device, gradient_dtype(item.tensor)), []).append(item)
     buckets = tuple(_plan_bucket(device, dtype, group) for (device, dtype), group in groups.items())
-    inventory = build_inventory(parameters, kind="parameter")
+    inventory = {**(module or {}), **build_inventory(parameters, kind="parameter")}
     inventory.update({f"setting {name!r}": value for name, value in settings.shared.items()})
     return Layout(buckets, inventory, settings.buffer_size)
 
@@ -172,7 +180,7 @@ def check_dense(item: Named, *, kind: str) -> None:
     """Refuse a tensor without plain values of its own.
 
     Raises:
-        ValueError: the tensor is lazy, on the meta device, a DTensor, nested or sparse.
+        ValueError: the tensor is lazy, on the meta device, a DTensor, nested, sparse, or quantized to less than a byte.
     """
     tensor = item.tensor
     if is_lazy(tensor):
@@ -184,6 +192,8 @@ def check_dense(item: Named, *, kind: str) -> None:
     elif tensor.is_nested or tensor.layout is not torch.strided:
         layout = "nested" if tensor.is_nested else tensor.layout
         problem, step = f"has layout {layout}", "list it in ignore= or use a dense one"
+    elif internals.is_packed(tensor):
+        problem, step = f"is of dtype {tensor.dtype}, with several elements in a byte", "list it in ignore="
     else:
         return
     raise ValueError(f"{kind} {item.name!r} {problem}, expected a dense tensor; {step}")
@@ -193,13 +203,18 @@ def check_trainable(item: Named) -> None:
     """Refuse a trainable parameter without a gradient to reduce.
 
     Raises:
-        ValueError: the parameter is not a leaf, or its gradients are of a dtype other than :data:`SUPPORTED_DTYPES`.
+        ValueError: the parameter is not a leaf, was made in inference mode, or its gradients are of a dtype other than
+            :data:`SUPPORTED_DTYPES`.
     """
     tensor = item.tensor
     if not tensor.is_leaf:
         problem, step = "is computed from other tensors, expected a leaf", "pass the tensors that the optimizer holds"
+    elif tensor.is_inference():
+        problem = "was made in torch.inference_mode(), expected a tensor that autograd can train"
+        step = "make the module outside of inference_mode(), or wrap copy.deepcopy(module)"
     elif gradient_dtype(tensor) not in SUPPORTED_DTYPES:
-        problem = f"has gradients of dtype {gradient_dtype(tensor)}, expected floating or complex of 16 bits or more"
+        supported = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES))
+        problem = f"has gradients of dtype {gradient_dtype(tensor)}, expected one of {supported}"
         step = "freeze it or list it in ignore="
     else:
         return
@@ -214,7 +229,25 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
 def slot_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides for a gradient of ``tensor``: its own strides if dense, else the strides torch would choose."""
     # The strides of the parameter may overlap (expanded) or leave holes (sliced); the strides of empty_like never do.
-    return tuple(torch.empty_like(tensor, device="meta").stride())
+    # Not empty_like(tensor): a class with operations of its own may lack it.
+    return tuple(torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta")).stride())
+
+
+def describe_module(module: nn.Module) -> dict[str, str]:
+    """The class of ``module`` as a part of an inventory: two models may have parameters of equal names and shapes.
+
+    Names of classes are compared, because classes made by torch (of parametrized modules, for example) are other
+    objects in every process.
+    """
+    return {MODULE: _class_text(module)}
+
+
+def _class_text(module: nn.Module) -> str:
+    inside = internals.inside_of_compiled(module)
+    name = type(inside).__qualname__
+    if type(inside) not in _CONTAINERS:
+        return name
+    return f"{name}({', '.join(dict.fromkeys(map(_class_text, inside.children())))})"
 
 
 def build_inventory(tensors: Sequence[Named], *, kind: str) -> dict[str, str]:
@@ -240,6 +273,11 @@ def _facts(item: Named, device: str, *, is_parameter: bool) -> Iterable[str]:
     # An expanded tensor can only take the values of a tensor that is expanded in the same dimensions.
     if expanded := [i for i, size in enumerate(tensor.shape) if size > 1 and tensor.stride(i) == 0]:
         yield f"expanded in dimensions {expanded}"
+    # Equal integers of another scale are other values, and no exchange changes a scale.
+    if tensor.is_quantized:
+        quantizer = internals.quantizer_of(tensor)
+        is_short = len(quantizer) <= _LONGEST_FACT
+        yield quantizer if is_short else f"scales and zero points {fingerprint(quantizer.encode()) % 2**64:016x}"
     if len(item.names) > 1:
         yield f"shared with {', '.join(item.names[1:])}"
 

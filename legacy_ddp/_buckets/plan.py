@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.flat_buffer import FlatBuffer, SlotResult
-from legacy_ddp._buckets.layout import Bucket, Layout, distinct, plan_layout
+from legacy_ddp._buckets.layout import Bucket, Layout, describe_module, distinct, plan_layout
 from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import BackwardCounter, PassiveHook, only_backward_hook, remove_hooks
@@ -100,18 +100,23 @@ def parameter_columns(module: nn.Module) -> Columns:
 class ParameterWalk:
     """Walks over the parameters of a module. Names are made again only if they changed since the walk before.
 
-    Keeps nothing but names alive.
+    Keeps nothing but names alive. ``tree``: an object that the walk replaces if a name of a parameter, buffer or module
+    changes; None if it cannot tell.
     """
 
     def __init__(self) -> None:
-        self._walked: tuple[list[object], list[str]] = [], []  # a tree, and its names
+        self._walked: tuple[list[object] | None, list[str]] = None, []  # a tree, and its names
+
+    @property
+    def tree(self) -> list[object] | None:
+        return self._walked[0]
 
     def columns(self, module: nn.Module) -> Columns:
         """The same as ``module.named_parameters(remove_duplicate=False)``, in a tenth of the time.
 
         Modules with a walk of their own are asked for it.
         """
-        tree: list[object] = []  # for every module its own names, and the places without a module
+        tree: list[object] = []  # for every module its own names, and the places without a module or a buffer
         tensors: list[torch.Tensor | None] = []
         stack: list[nn.Module | None] = [module]
         while stack:
@@ -119,12 +124,15 @@ class ParameterWalk:
             if current is None:
                 tree.append(None)
                 continue
-            own, children = current._parameters, current._modules
-            is_plain = isinstance(own, dict) and isinstance(children, dict)
+            own, buffers, children = current._parameters, current._buffers, current._modules
+            is_plain = isinstance(own, dict) and isinstance(buffers, dict) and isinstance(children, dict)
             is_usual = is_plain and current.__dict__.keys().isdisjoint(_WALKS)
             if not (is_usual and _has_usual_walk(type(current))):  # type: ignore[arg-type]  # a class has a hash
+                self._walked = None, self._walked[1]
                 return columns(module.named_parameters(remove_duplicate=False))
             tree.append((*own, None, *children))
+            if buffers:
+                tree.append([name for name, buffer in buffers.items() if buffer is not None])
             tensors += own.values()
             stack += reversed(children.values())
         if tree != self._walked[0]:
@@ -288,10 +296,14 @@ class _Known(NamedTuple):
 
 
 class Planner:
-    """Keeps the plan of a set of parameters from call to call. Keeps no parameter alive."""
+    """Keeps the plan of a set of parameters from call to call. Keeps no parameter alive.
 
-    def __init__(self, settings: Settings) -> None:
+    ``module``: of the parameters, as the inventory describes it; nothing for parameters without a module.
+    """
+
+    def __init__(self, settings: Settings, module: nn.Module | None = None) -> None:
         self.settings = settings
+        self.module = {} if module is None else describe_module(module)
         self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
         self._frozen = FrozenGradients(self.counter.policy)
         self._backward_copy = BackwardCopy()
@@ -337,7 +349,7 @@ class Planner:
     def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Plan:
         self._known = None  # from here on the hooks may be of the new plan
         items = distinct(zip(names, tensors, strict=True), self.settings.ignore)
-        layout = plan_layout(items, self.settings)
+        layout = plan_layout(items, self.settings, self.module)
         position = {name: index for index, name in enumerate(names)}
         order = [position[slot.name] for slot in layout.slots]
         buffers = [FlatBuffer(bucket, self.settings, self.segments) for bucket in layout.buckets]

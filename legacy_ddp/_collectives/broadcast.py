@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import build_inventory, check_dense, distinct, inventory_digest
+from legacy_ddp._buckets.layout import Named, build_inventory, check_dense, distinct, inventory_digest
 from legacy_ddp._buckets.plan import Plan, parameter_columns
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._collectives.transport_choice import Transport
@@ -100,7 +100,8 @@ def _broadcast(
     """Collective: give every rank the bits of rank ``src``'s tensors, of any dtype and strides.
 
     Raises:
-        ValueError: ``src`` is not a rank of the group, or a tensor is not dense (PeerError if only on some ranks).
+        ValueError: ``src`` is not a rank of the group, or a tensor is not dense or has no memory of its own (PeerError
+            if only on some ranks).
         LayoutError: ranks hold different tensors. DesyncError: ranks are in different calls or pass different ``src``.
             Nothing is written in either case.
     """
@@ -112,8 +113,9 @@ def _broadcast(
             tensors = distinct(named, synchronizer.settings.ignore)
             for item in tensors:
                 check_dense(item, kind=kind)
+                _check_memory(item, kind=kind)
                 call.groups.payload(item.tensor.device)
-            inventory = build_inventory(tensors, kind=kind)
+            inventory = {**synchronizer.planner.module, **build_inventory(tensors, kind=kind)}
         on_device = any(item.tensor.device.type != "cpu" for item in tensors)
         header = Header(layout=inventory_digest(inventory), source=src)
         if operation == Operation.BROADCAST_PARAMETERS:  # also at the end of a join; buffers may travel in every step
@@ -124,6 +126,15 @@ def _broadcast(
         with call.payload(devices.devices_of(item.tensor for item in tensors)):
             for chunk in _chunks([_writable(item.tensor) for item in tensors]):
                 _broadcast_chunk(call, chunk, src)
+
+
+def _check_memory(item: Named, *, kind: str) -> None:
+    """Refuse a tensor that wraps other tensors: its address, which gloo would read, is that of nothing."""
+    if internals.wraps_others(item.tensor):
+        raise ValueError(
+            f"{kind} {item.name!r} is a {type(item.tensor).__name__} without memory of its own, expected a plain "
+            "tensor; list it in ignore="
+        )
 
 
 def _broadcast_chunk(call: Call, chunk: Sequence[torch.Tensor], src: int) -> None:
@@ -156,8 +167,9 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with a single element per memory location: an expanded dimension is written once."""
-    tensor = tensor.detach()
+    """A view with a single element per memory location: an expanded dimension is written once. Integers in place of
+    quantized elements."""
+    tensor = internals.integers_of(tensor.detach()) if tensor.is_quantized else tensor.detach()
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)

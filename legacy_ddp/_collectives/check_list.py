@@ -16,6 +16,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, Mismatch, Precedence, compare_work, desync_error
 from legacy_ddp._agreement.header import Flag, Header, Participation
 from legacy_ddp._buckets.layout import Layout
+from legacy_ddp._collectives.buffer_names import BufferNames
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.edited import EditedGradients
 from legacy_ddp._collectives.late_nonfinite import LateNonFiniteGradients
@@ -372,6 +373,7 @@ def _overriding(checks: Sequence[Check], method: str) -> list[Check]:
 
 CHECKS: tuple[type[Check], ...] = (
     EqualSteps,
+    BufferNames,
     Replicas,
     EditedGradients,
     NonFiniteGradients,

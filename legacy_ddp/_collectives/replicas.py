@@ -27,6 +27,7 @@ from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
 from legacy_ddp._replicas.late_rotation import LateRotatingDigests, Reading, devices_of, find_failure
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
+from legacy_ddp._replicas.state import list_some
 from legacy_ddp._text import error_line
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
@@ -102,6 +103,7 @@ class Replicas(Check):
             self._failure = find_failure(module)
             self.digests = None if self._failure else rotating(wrapper, settings, planner)
         self.is_on = self.digests is not None or self._failure != ""
+        self._has_listed = False  # the tensors that are not compared
         self._wrapper = subject.wrapper_reference
         self._rings: weakref.WeakKeyDictionary[Groups, _Ring] = weakref.WeakKeyDictionary()
 
@@ -139,6 +141,17 @@ class Replicas(Check):
     def end(self, step: LocalStep) -> None:
         if self.digests is not None:
             self.digests.end_call(step.call)
+
+    def observe(self, step: LocalStep, _: Agreement) -> str | None:
+        if self._has_listed or self.digests is None:
+            return None
+        self._has_listed = True
+        if not (names := self.digests.unread()):
+            return None
+        return (
+            f"{step.call}: tensors whose bits cannot be read are not compared between ranks (told once):\n"
+            f"{list_some(names)}; list them in ignore="
+        )
 
     @internals.keeps_grad_mode
     def begin_forward(self, *, is_training: bool) -> None:

@@ -100,14 +100,19 @@ class _OnGroup(NamedTuple):
 
 
 class Synchronizer:
-    """Plan, counters per process group, observers and warnings of a set of parameters."""
+    """Plan, counters per process group, observers and warnings of a set of parameters.
 
-    def __init__(self, settings: Settings, wrapper: nn.Module | None = None, *, module_class: str = "") -> None:
+    ``module``: of the parameters, None for parameters without one.
+    """
+
+    def __init__(
+        self, settings: Settings, wrapper: nn.Module | None = None, *, module: nn.Module | None = None
+    ) -> None:
         self.settings = settings
-        self.module_class = module_class  # empty for parameters without a module
-        self.planner = Planner(settings)
+        self.module_class = "" if module is None else type(internals.inside_of_compiled(module)).__name__
+        self.planner = Planner(settings, module)
         self.policy: StepPolicy = self.planner.counter.policy  # no_sync() blocks, and a step without a call
-        self.policy.module_class = module_class
+        self.policy.module_class = self.module_class
         self.leaves = Leaves(self.planner.counter, self.planner.segments) if settings.reproducible else None
         self.observers = Observers()
         self.warnings = Warnings()
@@ -223,7 +228,7 @@ def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tup
         if isinstance(module_or_params, nn.Module):
             synchronizer = _of_modules.get(module_or_params)
             if synchronizer is None:
-                synchronizer = _of_modules[module_or_params] = _new(type(module_or_params).__name__)
+                synchronizer = _of_modules[module_or_params] = _new(module_or_params)
             return synchronizer, partial(synchronizer.planner.walk.columns, module_or_params)
         parameters = _tensors(module_or_params)
         return _of_parameters(parameters), lambda: Columns(_numbers(len(parameters)), parameters)
@@ -236,11 +241,11 @@ def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tup
 _of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictionary()
 
 
-def _new(module_class: str = "") -> Synchronizer:
+def _new(module: nn.Module | None = None) -> Synchronizer:
     settings = Settings(
         transport=resolve_transport("auto"), checks=resolve_checks(_UNGUARDED), timeout_seconds=resolve_timeout(None)
     )
-    return Synchronizer(settings, module_class=module_class)
+    return Synchronizer(settings, module=module)
 
 
 @cache

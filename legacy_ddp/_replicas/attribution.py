@@ -14,6 +14,9 @@ _LOCAL_BUFFERS = (
     'If that is meant, name them in local_buffers=, for instance ("*.running_*", "*.num_batches_tracked"); else call '
     "broadcast_buffers()"
 )
+_REGISTERED = (
+    "Some ranks have registered, resized or replaced a buffer that others have not, in a branch of forward for instance"
+)
 _WRITTEN = (
     "parameters changed outside of a step(): a write to them, a checkpoint, memory that does not keep its bits, or a "
     "step() inside no_sync()"
@@ -153,7 +156,7 @@ _RULES = (
     _Rule(
         "outside",
         lambda d: d.parameters_at_step,
-        "between {last} and the step() after it",
+        "between {digest} and the step() after {last}",
         _WRITTEN,
         lambda d: d.changed_before,
         _PARAMETERS_CHANGED,
@@ -161,14 +164,14 @@ _RULES = (
     _Rule(
         "gradients",
         lambda d: d.gradients_at_step,
-        "between {last} and the step() after it",
+        "before the step() after {last}",
         "the call left equal gradients, step() found others: edited, clipped or dropped on some ranks alone, or left "
         "on a frozen parameter",
     ),
     _Rule(
         "step",
         lambda d: d.parameters_after_step,
-        "the step() after {last}",
+        "{step}",
         _IN_STEP,
         lambda d: d.state_changed_before,
         STATE_CHANGED,
@@ -198,15 +201,39 @@ def attribute_digests(digests: Sequence[StepDigests], last: int) -> Verdict:
             continue
         found = attribute_values(values, [rule.has_evidence(of_rank) for of_rank in digests], rule.evidence)
         if not verdict.phase:
-            call = f"call {last}" if last else "the start"
-            latest = f"the step() after {call}" if any(of_rank.steps for of_rank in digests) else call
-            since = rule.since.format(last=call, latest=latest)
+            since = rule.since.format_map(_moments(digests, last))
             verdict = replace(found, phase=rule.phase, since=since, cause=_format_cause(rule, digests))
         else:
             verdict = add_evidence(verdict, found.implicated, rule.evidence)
     # A step does not change a parameter that was replaced after the call, which explains the evidence against a rank.
     stale = [rank for rank in verdict.implicated if digests[rank].has_stale_parameter]
     return add_evidence(verdict, stale, _STALE_PARAMETER)
+
+
+def name_digest(last: int) -> str:
+    """The earliest moment at which the digest of call ``last``, in which replicas agreed, was taken.
+
+    A digest belongs to the first forward for its call. A layer may write to its weights in this forward, and a step
+    inside no_sync() may follow: neither is in the digest.
+    """
+    if last > 1:
+        return f"the first forward after call {last - 1}"
+    return "the first forward" if last else "the start"
+
+
+def _moments(digests: Sequence[StepDigests], last: int) -> dict[str, str]:
+    """The moments in the texts of rules."""
+    call, digest = f"call {last}" if last else "the start", name_digest(last)
+    step = f"the step() after {call}"
+    return {
+        "last": call,
+        "digest": digest,
+        # A step with a closure is examined at its end alone.
+        "step": step
+        if all(of_rank.parameters_at_step for of_rank in digests)
+        else f"between {digest} and the end of {step}",
+        "latest": step if any(of_rank.steps for of_rank in digests) else digest,
+    }
 
 
 def add_evidence(verdict: Verdict, ranks: Sequence[int], evidence: str) -> Verdict:
@@ -240,10 +267,16 @@ def add_optimizer_cause(verdict: Verdict, lost: str, settings: Sequence[str]) ->
     return verdict
 
 
-def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference]) -> Verdict:
-    """``verdict`` with a cause that follows from the ranks that agree in ``buffers``, if only buffers differ."""
+def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference], unlike: Sequence[str] = ()) -> Verdict:
+    """``verdict`` with a cause that follows from the ranks that agree in ``buffers``, if only buffers differ.
+
+    ``unlike``: those that some ranks lack, or hold with another dtype or shape.
+    """
     if verdict.cause != _BUFFERS or not buffers:
         return verdict
+    if unlike:
+        more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        return replace(verdict, cause=f"{_BUFFERS}, and ranks do not hold the same: {unlike[0]}{more}. {_REGISTERED}")
     # Only floats count: counters, which are integers, may be equal by chance.
     shared = [item for item in buffers if "float" in item.holders[0][0] and len(item.holders[0][1]) > 1]
     if shared:

@@ -25,7 +25,7 @@ from legacy_ddp._replicas.attribution import (
 )
 from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
 from legacy_ddp._replicas.optimizer_entries import Kind, count_holders, explain_loss, group_entries
-from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
+from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport, unlike_tensors
 from legacy_ddp._replicas.state import KINDS, StateItem, describe_items, digest_items
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.rows import Operation
@@ -33,6 +33,19 @@ from legacy_ddp._transport.rows import Operation
 # Larger tensors are not compared by element, which may take 17 times their memory.
 LARGE_BYTES = 2**28  # 4 GiB for a report that was asked for
 LARGE_BYTES_BY_DEFAULT = 2**24  # 272 MiB for a warning beside a training
+_NEXT_STEP = (
+    "  next: mend the cause, then give every rank the parameters of a good one (of a\n"
+    "    wrapper: broadcast_parameters(src=...), broadcast_buffers(src=...)), or go\n"
+    "    back to a checkpoint; optimizer state is not broadcast"
+)
+_UNLIKE = (
+    "  next: make the module alike on every rank: a broadcast raises LayoutError where\n"
+    "    ranks hold tensors of other names, dtypes or shapes"
+)
+_MOMENTS = (
+    "optimizer state (`step`) is as of this call, and settings (`lr`) are as of the last step() before it; replicas "
+    "may have parted earlier"
+)
 DETAILS = 3  # tensors that are compared by element by default
 Rows = dict[str, dict[str, str]]  # by kind, the name and the description of each item
 Groups = list[tuple[Rows, tuple[int, ...]]]  # with the ranks that hold them
@@ -41,13 +54,8 @@ Groups = list[tuple[Rows, tuple[int, ...]]]  # with the ranks that hold them
 def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:
     """The error that carries ``report``, with the next step for the user."""
     parameters = {item.parameter for item in report.differences if item.kind == "parameters"}
-    step = (
-        "  next: mend the cause, then give every rank the parameters of a good one (of a\n"
-        "    wrapper: broadcast_parameters(src=...), broadcast_buffers(src=...)), or go\n"
-        "    back to a checkpoint; optimizer state is not broadcast"
-    )
     error = ReplicaDivergenceError(
-        f"{report}\n{step}",
+        f"{report}\n{_UNLIKE if unlike_tensors(report.differences) else _NEXT_STEP}",
         ranks=report.ranks,
         call=call.number,
         phase=report.phase,
@@ -114,7 +122,8 @@ def compare_items(
         differences = sorted(_find_differences(groups, left_out), key=lambda item: (item.name, item.sides) in told)
         # The digests of steps include the ranks that are left out.
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
-        verdict = add_reading_of_buffers(verdict, [item for item in differences if item.kind == "buffers"])
+        buffers = [item for item in differences if item.kind == "buffers"]
+        verdict = add_reading_of_buffers(verdict, buffers, unlike_tensors(buffers))
         entries = group_entries((item for item in differences if item.kind == "optimizer"), entry_counts)
         settings = [item.kind[0] for item in entries if item.is_setting]
         verdict = add_optimizer_cause(verdict, explain_loss(entries, entry_counts), settings)
@@ -125,6 +134,7 @@ def compare_items(
             for item in differences
             if item.tensor is not None
             and (tensor := tensors[item.name]).layout is torch.strided
+            and not tensor.is_quantized
             and tensor.numel() * tensor.itemsize <= largest_bytes
         ][:details]
         differences = [
@@ -133,8 +143,10 @@ def compare_items(
             else item
             for item in differences
         ]
-    found = tuple(differences)
-    return ReplicaReport(str(call), call.groups.size, compared, found, verdict, entry_counts=entry_counts)
+    notes = (_MOMENTS,) if entries and call.operation is Operation.ALL_REDUCE else ()
+    return ReplicaReport(
+        str(call), call.groups.size, compared, tuple(differences), verdict, notes=notes, entry_counts=entry_counts
+    )
 
 
 def equal_groups(digests: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:

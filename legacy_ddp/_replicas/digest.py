@@ -60,10 +60,10 @@ def digest(tensor: torch.Tensor) -> int:
     """The digest of the bits of ``tensor`` in row-major order, for any shape and strides: a signed 64-bit number.
 
     Includes payloads of NaN and the sign of zero, but neither shape nor dtype. A sparse tensor is digested as its
-    coalesced indices and values.
+    coalesced indices and values, a quantized tensor as its integers with scale and zero point.
 
     Raises:
-        TypeError: the tensor is quantized or meta, or neither strided nor sparse COO.
+        TypeError: the tensor is meta, quantized to less than a byte, or neither strided nor sparse COO.
 
     Example:
         >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2)) == digest(-torch.zeros(2))
@@ -177,31 +177,36 @@ def begin_checksum(tensors: Sequence[torch.Tensor]) -> Begun[int]:
 
 
 def is_digestible(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is strided or sparse COO, and neither quantized nor meta."""
-    return not (tensor.is_quantized or tensor.is_meta) and tensor.layout in (torch.strided, torch.sparse_coo)
+    """Whether the tensor is strided or sparse COO, and neither packed, nor meta, nor around other tensors."""
+    is_plain = tensor.layout in (torch.strided, torch.sparse_coo) and not tensor.is_meta
+    return is_plain and not internals.is_packed(tensor) and not internals.wraps_others(tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bits in row-major order, one dimension of uint8: a view of a contiguous tensor, otherwise a copy."""
     if not is_digestible(tensor):
-        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
+        kind = tensor.dtype if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
         raise TypeError(f"tensor cannot be digested: got a {kind} one, expected a strided or sparse COO tensor")
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return torch.cat([as_bytes(tensor.indices()), as_bytes(tensor.values())])
+    if tensor.is_quantized:
+        quantizer = torch.tensor(list(internals.quantizer_of(tensor).encode()), dtype=torch.uint8, device=tensor.device)
+        return torch.cat([as_bytes(internals.integers_of(tensor)), quantizer])
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     # Not view(-1), which keeps any stride of a tensor with a single element.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory of the CPU: not of a sparse, quantized or fake tensor, for example."""
-    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+    """Whether the elements lie in memory of the CPU: not of a sparse or fake tensor, for example."""
+    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not internals.is_packed(tensor)
     return is_plain and not internals.has_own_dispatch(tensor)
 
 
 def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> int:
-    """``checksum`` (from 0 on) continued with the bytes ``start`` to ``stop`` of the tensor in row-major order.
+    """``checksum`` (from 0 on) continued with the bytes ``start`` to ``stop`` of the tensor in row-major order. Of a
+    quantized tensor, also with scale and zero point.
 
     Raises:
         TypeError: the tensor has no memory: it belongs to a compiler, or wraps other tensors.
@@ -209,6 +214,9 @@ def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> in
     """
     if not 0 <= start <= stop <= tensor.nbytes:
         raise ValueError(f"bytes are not of the tensor: got {start} to {stop}, expected 0 to {tensor.nbytes} at most")
+    if tensor.is_quantized:
+        checksum = zlib.crc32(internals.quantizer_of(tensor).encode(), checksum)
+        tensor = internals.integers_of(tensor)
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     address = 0 if internals.has_own_dispatch(tensor) else tensor.data_ptr()
@@ -237,7 +245,7 @@ def _join(group: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     waiting: list[torch.Tensor] = []
     waiting_bytes = 0
     for tensor in group:
-        if tensor.layout is not torch.strided or (size_bytes := tensor.nbytes) > SMALL_BYTES:
+        if tensor.layout is not torch.strided or tensor.is_quantized or (size_bytes := tensor.nbytes) > SMALL_BYTES:
             yield tensor
             continue
         if waiting_bytes + size_bytes > CHUNK_BYTES:

@@ -17,7 +17,7 @@ from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import StepDigests
 from legacy_ddp._replicas.compare import add_moved, compare_items
-from legacy_ddp._replicas.digest import Begun, begin_checksum, begin_lists, digest_all
+from legacy_ddp._replicas.digest import Begun, begin_checksum, begin_lists, digest_all, is_digestible
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests, parameter_groups
 from legacy_ddp._settings import Settings
@@ -236,6 +236,10 @@ class ReplicaDigests(StepObserver, ABC):
         module: nn.Module = wrapper.module  # the user may have assigned a new module since the last call
         return module
 
+    def unread(self) -> list[str]:
+        """The names of the tensors that no call can compare."""
+        return state.unread([*state.parameters(self._module, self._settings.ignore), *self.buffers.items(self._module)])
+
     def _items(self, *, with_groups: bool) -> list[state.StateItem]:
         """The items to compare if the digests differ. ``with_groups``: also the parameter groups of the parameters."""
         module, ignore, optimizers = self._module, self._settings.ignore, self.optimizers.alive
@@ -444,10 +448,10 @@ class StepHistory(ReplicaDigests):
         named = list(self._module.named_parameters(remove_duplicate=False))
         signature = [(name, id(parameter)) for name, parameter in named]
         if signature != self._found.signature:
-            parameters = [item.tensor for item in distinct(named, self._settings.ignore)]
+            found = [item.tensor for item in distinct(named, self._settings.ignore)]
             self._taken = None
-            self.ids = frozenset(map(id, parameters))
-            self._found = _Found(signature, parameters)
+            self.ids = frozenset(map(id, found))
+            self._found = _Found(signature, list(filter(is_digestible, found)))
 
     @property
     def _parameters(self) -> Sequence[torch.Tensor]:

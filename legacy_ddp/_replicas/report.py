@@ -1,6 +1,6 @@
 """Report of a comparison of replicas, as an object and as text of 80 columns. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -185,6 +185,12 @@ class ReplicaReport:
         equal = [group for group in self.generators if len(group) > 1]
         where = f"are equal on {' and on '.join(map(name_ranks, equal))}" if equal else "differ on all ranks"
         return [*self.notes, f"random generators {where}; they need not agree"]
+
+
+def unlike_tensors(differences: Iterable[ReplicaDifference]) -> list[str]:
+    """The names of parameters and buffers that some ranks lack, or hold with another dtype or shape: no broadcast can
+    make these equal."""
+    return [item.name for item in differences if item.kind in ("parameters", "buffers") and item.tensor is None]
 
 
 def _count_more(number: int, what: str = "") -> list[str]:

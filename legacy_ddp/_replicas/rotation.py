@@ -17,7 +17,7 @@ from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._buckets.plan import Planner
 from legacy_ddp._replicas import state
-from legacy_ddp._replicas.attribution import AT_START
+from legacy_ddp._replicas.attribution import AT_START, name_digest
 from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, equal_groups
 from legacy_ddp._replicas.digest import add_memory, has_memory
 from legacy_ddp._replicas.history import ReplicaDigests
@@ -35,8 +35,8 @@ _ALIGNMENT = 64
 _KINDS = ("parameters", "buffers")
 MAX_WARNINGS = 5  # in a streak
 _CAUSE = (
-    "a write outside of a step(), another start (seed, checkpoint), a step() of its own (learning rate, optimizer "
-    "state, gradients changed after the call), or memory that does not keep its bits"
+    "a write outside of a step(), another start (seed, checkpoint), a step() of its own (inside no_sync(), learning "
+    "rate, optimizer state, gradients changed after the call), or memory that does not keep its bits"
 )
 
 _Tensors = tuple[int, tuple[str, ...], tuple[int, ...]]  # the id of a dictionary, its keys, and the ids of its tensors
@@ -361,7 +361,7 @@ def with_evidence(call: Call, report: ReplicaReport, last: int, number: int) -> 
     ``last``: the last call without the difference, 0 without one. ``number``: the call whose digests differ.
     """
     found = "this call" if number == call.number else f"call {number}, as the device has told by this call"
-    verdict = replace(report.verdict, since=f"between {f'call {last}' if last else 'the start'} and {found}")
+    verdict = replace(report.verdict, since=f"between {name_digest(last)} and {found}")
     if number == 1:
         verdict = replace(verdict, phase="start", since=AT_START.since, cause=AT_START.cause)
     elif verdict.phase == "unknown":

@@ -24,6 +24,7 @@ from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 
 Fact = tuple[str, torch.Tensor | str]
+NOT_COMPARED = ", not compared"  # the end of the text of a tensor whose bits cannot be read
 NONE = "none"  # in place of a gradient, or of the group of a parameter that no optimizer holds
 MAX_NAMED = 3  # names in a list
 # Optimizer entries that are neither state nor hyperparameters.
@@ -52,7 +53,7 @@ def parameters(module: nn.Module, ignore: Iterable[str]) -> list[StateItem]:
     found = distinct(module.named_parameters(remove_duplicate=False), frozenset(ignore))
     for item in found:
         check_dense(item, kind="parameter")
-    return [StateItem("parameters", f"parameter {item.name!r}", item.tensor) for item in found]
+    return [StateItem("parameters", f"parameter {item.name!r}", comparable(item.tensor)) for item in found]
 
 
 def buffers(module: nn.Module, ignore: Iterable[str], local: Sequence[str]) -> list[StateItem]:
@@ -74,7 +75,7 @@ def buffer_items(named: Iterable[Named]) -> list[StateItem]:
 def gradients(named: Mapping[str, torch.Tensor | None]) -> list[StateItem]:
     """The given gradients by parameter name, sorted; the value is ``NONE`` for a parameter without a gradient."""
     return [
-        StateItem("gradients", f"gradient of {name!r}", NONE if grad is None else grad)
+        StateItem("gradients", f"gradient of {name!r}", NONE if grad is None else comparable(grad))
         for name, grad in sorted(named.items())
     ]
 
@@ -207,7 +208,12 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor | str:
     """The tensor, or its type as text if its bits cannot be digested."""
     if is_digestible(tensor):
         return tensor
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}, not compared"
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}{NOT_COMPARED}"
+
+
+def unread(items: Iterable[StateItem]) -> list[str]:
+    """The names of the tensors whose bits cannot be read."""
+    return [item.name for item in items if isinstance(item.value, str) and item.value.endswith(NOT_COMPARED)]
 
 
 def describe_value(value: torch.Tensor | str) -> str:
@@ -322,6 +328,7 @@ class SharedBuffers:
         Such a buffer differs now, and its bits have changed since the mark on every rank. For a buffer of a
         normalisation layer one rank is enough, if the layer is in training there. A buffer that the script has written
         on some ranks alone has the bits of the mark on the other ranks, and is therefore not taken for statistics.
+        A buffer that a rank does not have, or left out before, is left out, too: ``_collectives/buffer_names`` tells.
         Returns whether there are new statistics; equal on all ranks that compare the same buffers.
         """
         present, marks = _digest(self.named(module)), self._marks or {}
@@ -335,10 +342,12 @@ class SharedBuffers:
         }
         rows: list[dict[str, Any]] = call.gather_objects(own)
         compared = [row for rank, row in enumerate(rows) if rank not in left_out]
-        unknown = [True, False, 0]  # a buffer that this rank left out before, or does not have
         found = set()
         for name in set[str]().union(*compared):  # not of this rank alone: every rank finds the same names
-            may_have_changed, is_updated, bits = zip(*(row.get(name, unknown) for row in compared), strict=True)
+            if not all(name in row for row in compared):
+                found.add(name)
+                continue
+            may_have_changed, is_updated, bits = zip(*(row[name] for row in compared), strict=True)
             if len(set(bits)) > 1 and (all(may_have_changed) or any(is_updated)):
                 found.add(name)
         self.statistics |= found

@@ -96,6 +96,16 @@ def has_own_dispatch(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def wraps_others(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has no memory of its own, because its class computes with other tensors."""
+    if not has_own_dispatch(tensor) or not tensor.numel():
+        return False
+    try:
+        return not tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # of torch, for the address of such a tensor
+        return True
+
+
 def schema_of(function: Callable[..., Any]) -> torch.FunctionSchema | None:
     """The schema of an operation; None for a higher-order operation."""
     return function._schema if isinstance(function, OpOverload) else None

@@ -28,6 +28,11 @@ _USE_COUNT: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ign
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # new in torch 2.10
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 _NO_HOOKS: Mapping[int, Callable[[torch.Tensor], None]] = {}
+# Torch will remove its quantized dtypes. The others of them have several elements in a byte.
+_QUANTIZED = (("qint8", torch.int8), ("quint8", torch.uint8), ("qint32", torch.int32))
+_INTEGERS: Mapping[torch.dtype, torch.dtype] = {
+    getattr(torch, name): integer for name, integer in _QUANTIZED if hasattr(torch, name)
+}
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -71,6 +76,28 @@ def sparse_tensor(
         is_coalesced=is_coalesced,
     )
     return tensor
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is quantized with several elements in a byte."""
+    return tensor.is_quantized and tensor.dtype not in _INTEGERS
+
+
+def integers_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a quantized tensor that is not packed, as integers: a view.
+
+    Torch joins quantized tensors of a single scale alone, and ``copy_()`` leaves the scale as it was.
+    """
+    view = torch.empty(0, dtype=_INTEGERS[tensor.dtype], device=tensor.device)
+    return view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def quantizer_of(tensor: torch.Tensor) -> str:
+    """What a quantized tensor has besides its integers: the scale and the zero point, or those of each channel."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return f"scale {tensor.q_scale()!r}, zero point {tensor.q_zero_point()}"
+    scales, zero_points = tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist()
+    return f"scales {scales}, zero points {zero_points} of axis {tensor.q_per_channel_axis()}"
 
 
 def grad_dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype | None]:

@@ -93,15 +93,18 @@ def check_replicas(
         agreement = agree(call, header, request)
         synchronizer.flush(call, agreement)
         report = compare_headers(call, agreement.rows, own, details=details)
-        report = replace(report, notes=(*report.notes, *_left_out(target, wanted)))
+        report = replace(report, notes=(*report.notes, *_left_out(target, own, wanted)))
         if raises and not report.identical:
             raise divergence_error(call, report)
     synchronizer.warnings.emit()
     return report
 
 
-def _left_out(target: Target, what: Collection[str]) -> Iterator[str]:
+def _left_out(target: Target, own: LocalState, what: Collection[str]) -> Iterator[str]:
     """What of the module is not compared, as notes."""
+    unread = hold.unread(own.shared)
+    if unread:
+        yield f"not compared, because their bits cannot be read: {hold.list_some(unread)}"
     if target.ignore:
         yield f"not compared: what ignore= names ({len(target.ignore)} of them)"
     frozen = [at for at in target.module.parameters() if not at.requires_grad and at.grad is not None]

@@ -133,6 +133,13 @@ def _differ(rank: int) -> None:
         _step(model)
 
 
+def _buffers(rank: int) -> None:
+    model = _wrap()
+    if rank == 1:
+        model.module[1].register_buffer("routing", torch.ones(1))
+    _step(model)
+
+
 def _nonfinite_warned(rank: int) -> None:
     model = _wrap()
     model.module(torch.ones(3, 2)).sum().backward()
@@ -182,6 +189,7 @@ def _merged(rank: int) -> None:
 
 WARNINGS: dict[str, Callable[[int], None]] = {
     "Replicas differ": _differ,
+    "Buffers of some ranks": _buffers,
     "Gradients are not finite": _nonfinite_warned,
     "Gradients were changed before the call": _edited_warned,
     "Uneven work": _uneven,

@@ -28,6 +28,12 @@ _KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
 
 AGREEMENT = (
     Mutant(
+        "classes of modules are not compared",
+        "{**(module or {}), **build_inventory(parameters",
+        "{**build_inventory(parameters",
+        "tests/agreement/test_wrap_order.py -k another_order",
+    ),
+    Mutant(
         "names of metrics before the meaning of the call",
         "    METRICS = 7",
         "    METRICS = 0",
@@ -474,6 +480,42 @@ TRANSPORT = (
 )
 
 REPLICAS = (
+    Mutant(
+        "names of buffers are compared in the first call alone",
+        "        if self._compared.get(step.call.groups) is not self._names:\n            step.header",
+        "        if step.call.groups not in self._compared:\n            step.header",
+        "tests/collectives/test_buffer_names.py -k next_call",
+    ),
+    Mutant(
+        "the walk does not see a buffer that was None",
+        "tree.append([name for name, buffer in buffers.items() if buffer is not None])",
+        "tree.append([*buffers])",
+        "tests/collectives/test_buffer_names.py -k next_call",
+    ),
+    Mutant(
+        "a difference is dated from the call whose digest agreed",
+        'return f"the first forward after call {last - 1}"',
+        'return f"call {last}"',
+        "tests/replicas/test_moments.py -k not_dated",
+    ),
+    Mutant(
+        "a broadcast is advised where it raises",
+        "_UNLIKE if unlike_tensors(report.differences) else _NEXT_STEP",
+        "_NEXT_STEP",
+        "tests/collectives/test_buffer_names.py -k not_advised",
+    ),
+    Mutant(
+        "the scale of a quantized tensor is not digested",
+        "checksum = zlib.crc32(internals.quantizer_of(tensor).encode(), checksum)",
+        "pass",
+        "tests/collectives/test_odd_tensors.py -k alone_changes",
+    ),
+    Mutant(
+        "quantized tensors are broadcast as they are",
+        "internals.integers_of(tensor.detach()) if tensor.is_quantized else tensor.detach()",
+        "tensor.detach()",
+        "tests/collectives/test_odd_tensors.py -k several_scales",
+    ),
     Mutant(
         "one rank with a digest is enough",
         "if not agreement.common_flags & Flag.SIGNED:",

@@ -66,13 +66,32 @@ def test_equal_phases_are_no_difference(clean: StepDigests) -> None:
     assert attribute_digests([clean] * 3, 1) == NOTHING
 
 
+def test_the_moments_of_the_first_call_begin_with_the_first_forward() -> None:
+    for before, since in ((1, "the first forward"), (2, "the first forward after call 1")):
+        found = attribute_digests([CLEAN, FLIPPED_BEFORE_STEP], before)
+        assert found.since == f"between {since} and the step() after call {before}"
+
+
+def test_a_step_with_a_closure_is_seen_at_its_end_alone() -> None:
+    clean, other = (_but(of_rank, parameters_at_step=0, gradients_at_step=0) for of_rank in (CLEAN, OTHER_RATE))
+
+    since = "between the first forward after call 3 and the end of the step() after call 4"
+    assert attribute_digests([clean, other], 4).since == since
+
+
 @pytest.mark.parametrize(
     "clean, faulty, phase, since, has_evidence",
     [
         (CLEAN, OTHER_REDUCED, "all_reduce", "the reduction in call 4", False),
         (CLEAN, MISSED_STEP, "step", "after call 4", False),
-        (CLEAN, FLIPPED_BEFORE_STEP, "outside", "between call 4 and the step() after it", True),
-        (CLEAN, EDITED, "gradients", "between call 4 and the step() after it", False),
+        (
+            CLEAN,
+            FLIPPED_BEFORE_STEP,
+            "outside",
+            "between the first forward after call 3 and the step() after call 4",
+            True,
+        ),
+        (CLEAN, EDITED, "gradients", "before the step() after call 4", False),
         (CLEAN, OTHER_RATE, "step", "the step() after call 4", False),
         (CLEAN, OTHER_LIST, "step", "the step() after call 4", False),
         (CLEAN, REPLACED, "step", "the step() after call 4", True),
@@ -85,7 +104,7 @@ def test_equal_phases_are_no_difference(clean: StepDigests) -> None:
             False,
         ),
         (CLEAN, FLIPPED, "outside", "between the step() after call 4 and this call", True),
-        (NO_STEP, WRITTEN_WITHOUT_STEP, "outside", "between call 4 and this call", True),
+        (NO_STEP, WRITTEN_WITHOUT_STEP, "outside", "between the first forward after call 3 and this call", True),
         (CLEAN, OTHER_BUFFERS, "buffers", "after call 4", False),
     ],
 )
@@ -419,6 +438,14 @@ def test_ranks_that_agree_in_a_buffer_rule_out_statistics_of_their_own(
     assert reading in verdict.cause
     assert ("local_buffers=" in verdict.cause) == has_advice
     assert "broadcast_buffers(" in verdict.cause
+
+
+def test_buffers_of_some_ranks_are_no_statistics() -> None:
+    buffer = Difference("buffer 'b'", (("nothing", (0, 2)), ("float32 (2,) 2", (1,))))
+    verdict = add_reading_of_buffers(attribute_kinds(["buffers"], _ALL, _FOUND), [buffer], [buffer.name])
+
+    assert verdict.cause.startswith("only buffers differ, and ranks do not hold the same: buffer 'b'. Some ranks have ")
+    assert "broadcast" not in verdict.cause
 
 
 def test_buffers_explain_nothing_where_parameters_differ() -> None:

@@ -98,7 +98,7 @@ def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int
     assert not fault.at_once or STEP + 1 <= first.call <= STEP + 1 + late
     # A device that is quick has told by the call itself.
     found = "this call" if first.call == STEP + 1 else f"call {STEP + 1}, as the device has told by this call"
-    assert not fault.at_once or f"since: between call {STEP} and {found}" in first.unwrapped
+    assert not fault.at_once or f"since: between the first forward after call {STEP - 1} and {found}" in first.unwrapped
     assert all(len(line) <= 80 for line in first.text.splitlines()), first.text
 
 
@@ -114,7 +114,7 @@ def test_what_all_ranks_do_alike_is_silent(name: str, world_size: int) -> None:
 
 def test_the_evidence_of_a_single_tensor_is_a_rotation_wide() -> None:
     first = _warned(2, 1)[0]["noise on a weight"]
-    since = int(first.unwrapped.partition("between call ")[2].split()[0])
+    since = 1 + int(first.unwrapped.partition("between the first forward after call ")[2].split()[0])
 
     assert since <= STEP
     assert first.call - since <= trainings.told_within()

@@ -133,13 +133,15 @@ def _run(rank: int, group: Any, case: Case) -> tuple[dict[int, str], dict[int, i
 
 TOLD = {  # by loop: by the attempt that tells, the calls between which the difference came about
     "equal": {},
-    "a parameter": {5: "between call 2 and call 3, as the device has told by this call"},
-    "a buffer": {5: "between call 2 and call 3, as the device has told by this call"},
+    "a parameter": {5: "between the first forward after call 1 and call 3, as the device has told by this call"},
+    "a buffer": {5: "between the first forward after call 1 and call 3, as the device has told by this call"},
     # Rank 1 sees the rows of calls 1 to 6 in call 7. From the next call on, each call compares a row.
-    "slow on rank 1": {10: "between call 2 and call 3, as the device has told by this call"},
+    "slow on rank 1": {10: "between the first forward after call 1 and call 3, as the device has told by this call"},
     # In call 9 rank 1 waits for the rows of calls 1 to 8.
-    "full ring": {12: "between call 2 and call 3, as the device has told by this call"},
-    "repaired by a broadcast": {11: "between call 8 and call 9, as the device has told by this call"},
+    "full ring": {12: "between the first forward after call 1 and call 3, as the device has told by this call"},
+    "repaired by a broadcast": {
+        11: "between the first forward after call 7 and call 9, as the device has told by this call"
+    },
     "before an error of all ranks": {},
     "an error": {},
     "off on rank 0": {},
@@ -167,7 +169,9 @@ def test_a_difference_on_a_device_is_told_later_by_all_ranks_in_the_same_call_wi
         assert second[name][1] == ({9: 1} if name == "full ring" else {}), name
     assert [*first["before an error of all ranks"][2]] == [4]
     assert [*first["an error"][2]] == [5]
-    assert "since: between call 2 and call 3, as the device" in " ".join(first["an error"][2][5].split())
+    assert "since: between the first forward after call 1 and call 3, as the device" in " ".join(
+        first["an error"][2][5].split()
+    )
 
 
 # The sums of a device

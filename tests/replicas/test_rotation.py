@@ -111,7 +111,8 @@ def test_a_buffer_on_one_rank_alone_leaves_no_rank_waiting_later() -> None:
     first, second = _trains_with_cache()
 
     assert first == second
-    assert trainings.names_in(first.text) == {"3.weight"}
+    assert trainings.names_in(first.text) == {"cache"}
+    assert first.count == 2  # and that of the noise
 
 
 def _forwards_other_weights(rank: int, faulty: int) -> list[int]:

@@ -278,6 +278,7 @@ class _Observer:
             is_read
             and not internals.has_own_dispatch(tensor)
             and is_digestible(tensor)
+            and not tensor.is_quantized
             and not self._undefined.holds(tensor)
         )
         return kind, layout, self._digests.add(tensor) if has_digest else None
