@@ -27,7 +27,7 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, ClassVar, Never, ParamSpec, TypeVar
 
-from legacy_ddp._text import encodable, how_to_explain
+from legacy_ddp._text import how_to_explain, printable, printable_lines
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -64,7 +64,7 @@ class LegacyDDPError(RuntimeError):
         phase: str | None = None,
         parameter: str | None = None,
     ) -> None:
-        super().__init__(encodable(message))  # parameter and file names may hold lone surrogates
+        super().__init__(printable_lines(message))
         self.ranks = tuple(ranks)
         self.call = call
         self.phase = phase
@@ -329,9 +329,10 @@ class ArgumentErrors(ContextDecorator):
 
 
 def add_explanation(error: BaseException) -> None:
-    """Add the command to ``error``, if it is a TypeError or ValueError raised by the library."""
+    """Add the command to ``error``, and make its text printable, if the library raised this TypeError or ValueError."""
     if not isinstance(error, TypeError | ValueError) or not _is_of_library(error.__traceback__):
         return
+    error.args = tuple(printable(item) if isinstance(item, str) else item for item in error.args)
     note = how_to_explain("TypeError" if isinstance(error, TypeError) else "ValueError")
     if note not in getattr(error, "__notes__", ()):  # of an inner block
         error.add_note(note)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 
-from legacy_ddp._text import encodable, wrap
+from legacy_ddp._text import wrap
 
 _MASK_BYTES = 128  # of a sigset_t; at least what any C library takes
 _EXIT_CODE = 1
@@ -67,4 +67,4 @@ def _run_all() -> None:
 
 def _write(text: str) -> None:
     with suppress(OSError):
-        os.write(2, "".join(f"{line}\n" for line in wrap(encodable(text))).encode())
+        os.write(2, "".join(f"{line}\n" for line in wrap(text)).encode())

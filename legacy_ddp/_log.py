@@ -12,21 +12,20 @@ import logging
 import os
 import sys
 import sysconfig
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from itertools import groupby, islice, takewhile
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import LegacyDDPError, UnsynchronizedStepError
-from legacy_ddp._text import first_line, format_bytes, shorten
+from legacy_ddp._text import error_line, first_line, format_bytes, printable_lines, shorten
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "")
 # Frames of these files between the script and the library, or between two frames of the library.
@@ -57,9 +56,41 @@ def logger_of(rank: int) -> "_RankLogger":
 
 
 class _RankLogger(logging.LoggerAdapter[logging.Logger]):
-    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
-        """As of every adapter, with all attributes in every record."""
-        return msg, {**kwargs, "extra": {**dict.fromkeys(_FIELDS), **(self.extra or {}), **kwargs.get("extra", {})}}
+    def log(  # the methods of all levels call it
+        self, level: int, msg: object, *args: object, exc_info: Any = None, extra: Any = None, **_: object
+    ) -> None:
+        """Make a printable record with all attributes, and give it to the handlers.
+
+        A handler or filter of the script that raises does not end the call of this rank, while other ranks wait.
+        """
+        if not self.isEnabledFor(level):
+            return
+        record = None
+        try:
+            path, line, function, _stack = LOGGER.findCaller(stacklevel=2)
+            facts = {**dict.fromkeys(_FIELDS), **(self.extra or {}), **(extra or {})}
+            shown = tuple(item if isinstance(item, int | float) else printable_lines(str(item)) for item in args)
+            info = sys.exc_info() if exc_info else None
+            record = LOGGER.makeRecord(
+                LOGGER.name, level, path, line, printable_lines(str(msg)), shown, info, function, facts
+            )
+            if info:
+                # Formatters of logging take this text in place of their own.
+                record.exc_text = printable_lines(logging.Formatter().formatException(info))
+            LOGGER.handle(record)
+        except Exception as error:  # noqa: BLE001 - of the script
+            _show_unlogged(record, error)
+
+
+def _show_unlogged(record: logging.LogRecord | None, error: Exception) -> None:
+    """Write a record to stderr, and why it is not in the log: ``error``, of a handler, a filter or a record factory."""
+    if not logging.raiseExceptions:  # the script wants no word of it, as of errors in handlers of Python
+        return
+    with contextlib.suppress(Exception):
+        lines = [_DEFAULT.format(record)] if record is not None else []
+        lines.append(f"(legacy_ddp: the log of the script raised {error_line(error)})")
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        sys.stderr.flush()
 
 
 @cache
@@ -84,6 +115,7 @@ def warn(rank: int, text: str, *, is_everywhere: bool = False) -> None:
     on. ``is_everywhere``: every rank has this text. Rank 0 shows it, and every rank with a configured log logs it.
     ``LEGACY_DDP_LOG=json`` logs every warning.
     """
+    text = printable_lines(text)
     is_logged = (is_everywhere and is_configured()) or "json" in _log_items()
     if is_logged:
         _log_warning(rank, text)
@@ -91,7 +123,7 @@ def warn(rank: int, text: str, *, is_everywhere: bool = False) -> None:
         return
     try:
         warnings.warn(text, stacklevel=script_level())
-    except UserWarning:
+    except Exception:  # noqa: BLE001 - a filter made an error of it, or showwarning() of the script raised
         if not is_logged:
             _log_warning(rank, text)
 
@@ -170,7 +202,7 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             **{name: getattr(record, name, None) for name in _FIELDS},
             "message": record.getMessage(),
-            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+            "exception": record.exc_text or (self.formatException(record.exc_info) if record.exc_info else None),
         }
         return json.dumps({name: value for name, value in facts.items() if value is not None}, default=str)
 
@@ -194,8 +226,11 @@ def script_lines() -> list[str]:
 
 
 def _line_of(frame: FrameType) -> str:
-    code = frame.f_code
-    return shorten(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}", _MAX_COLUMNS)
+    return _place(frame.f_code, frame.f_lineno)
+
+
+def _place(code: CodeType, line: int) -> str:
+    return shorten(f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}", _MAX_COLUMNS)
 
 
 def outward(frame: FrameType | None) -> Iterator[FrameType]:
@@ -269,15 +304,15 @@ def _line(error: BaseException, text: str, place: str) -> BaseException:
     kind = type(error)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     stand_in: type[BaseException] = type(kind.__name__, (Exception,), names)
-    return stand_in(f"{text}{_script_line(error)} ({place})")
+    line = line_in_script(error)
+    return stand_in(f"{text}{line and f', at {line}'} ({place})")
 
 
-def _script_line(error: BaseException) -> str:
-    """``, at train.py:12 in main``: the last line before the library; empty if no other code is in the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    before = takewhile(lambda frame: not frame.filename.startswith(LIBRARY), frames)
-    of_script = [frame for frame in before if not frame.filename.startswith(INNER)]
-    return "".join(f", at {os.path.basename(last.filename)}:{last.lineno} in {last.name}" for last in of_script[-1:])
+def line_in_script(error: BaseException) -> str:
+    """``train.py:12 in main``: the last line before the library; empty if no other code is in the traceback."""
+    links = takewhile(lambda link: not _file(link).startswith(LIBRARY), _links(error.__traceback__))
+    of_script = [link for link in links if not _file(link).startswith(INNER)]
+    return _place(of_script[-1].tb_frame.f_code, of_script[-1].tb_lineno) if of_script else ""
 
 
 def _next(error: BaseException) -> BaseException | None:

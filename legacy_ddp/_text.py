@@ -1,7 +1,10 @@
 """Text on a page of 80 columns, values as JSON has them, and texts of exceptions. Pure.
 
-The text of a user's exception goes into reports, files and messages to other ranks. It may be megabytes, may hold a
-file name that is no UTF-8, and its ``__str__`` may raise: here it gets a bounded length and valid UTF-8.
+Names and texts that are not of this library go to terminals, logs, files and messages to other ranks: the name of a
+host, of a module or a parameter, the text of an exception. They may hold escape sequences, newlines, marks that change
+the direction of the text, and lone surrogates of file names that are no UTF-8. :func:`printable` makes escapes of them,
+and every text passes through it on its way out. The text of an exception may also be megabytes, and its ``__str__``
+may raise: here it gets a bounded length.
 """
 
 import errno
@@ -24,13 +27,15 @@ _LIMITS = {
 
 
 def printable(text: str) -> str:
-    """The text with escapes for control characters and other unprintable characters."""
+    """The text in one line, with escapes for newlines, control characters and other unprintable characters."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
-def encodable(text: str) -> str:
-    """The text with escapes for lone surrogates, which UTF-8 cannot hold: from file names that are no UTF-8."""
-    return text.encode(errors="backslashreplace").decode()
+def printable_lines(text: str) -> str:
+    """The text with every line printable. For a text of this library, whose parts of other origin have no newlines."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def plain(value: float | str) -> float | str:
@@ -126,7 +131,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _with_type(error: BaseException, text: str) -> str:
-    kind = type(error).__name__
+    kind = printable(type(error).__name__)
     return f"{kind}: {text}" if text.strip() else kind
 
 
@@ -139,4 +144,4 @@ def _text_of(error: BaseException) -> str:
 
 def _cut(text: str, limit: int) -> str:
     more = f" ... ({len(text) - limit:,} more characters)" if len(text) > limit else ""
-    return encodable(text[:limit]) + more
+    return printable_lines(text[:limit]) + more

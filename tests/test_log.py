@@ -219,3 +219,65 @@ def test_an_unknown_form_of_the_log_is_an_error_of_the_wrapper(tmp_path: Path) -
         assert errors.startswith(
             "environment variable LEGACY_DDP_LOG: got 'loud', expected some of ('text', 'json', 'debug'"
         )
+
+
+# What may raise on one rank: the line of a script, and what of it is told.
+_RAISING = {
+    "a handler": "logging.getLogger('legacy_ddp').addHandler(type('H', (logging.Handler,), {'emit': fail})())",
+    "a filter": "logging.getLogger('legacy_ddp').addFilter(fail)",
+    "a record factory": "logging.setLogRecordFactory(fail)",
+    "showwarning()": "warnings.showwarning = fail",
+    "a filter and warnings that are errors": (
+        "logging.getLogger('legacy_ddp').addFilter(fail); warnings.simplefilter('error', UserWarning)"
+    ),
+}
+_WITH_RAISING = """
+    def fail(*_, **__):
+        raise ValueError("the disk of the log\\x1b[31m is full")
+
+    if dist.is_available() and os.environ["RANK"] == "0":
+        {line}
+"""
+
+
+@pytest.mark.parametrize("what", _RAISING)
+def test_what_the_script_adds_to_the_log_may_raise_on_one_rank_and_ends_no_call(what: str, tmp_path: Path) -> None:
+    """The call of this rank ended, and the other rank got PeerLostError."""
+    code = textwrap.dedent(_WITH_RAISING).format(line=_RAISING[what]) + textwrap.dedent(_CALLS)
+    first, second = _errors(tmp_path, code, ranks=2, LEGACY_DDP_LOG="debug")
+
+    assert "all_reduce() call 2: 16 bytes" in second
+    assert "non-finite" in first  # of the warning
+    if what != "showwarning()":
+        assert "(legacy_ddp: the log of the script raised ValueError: the disk of the log\\x1b[31m is full)" in first
+    if what in ("a handler", "a filter"):
+        assert re.search(rf"(?m)^{_TIME} DEBUG legacy_ddp rank 0: all_reduce\(\) call 2: 16 bytes", first), first
+
+
+def test_ctrl_c_in_a_handler_ends_what_it_interrupts(tmp_path: Path) -> None:
+    code = """
+        def interrupt(record):
+            raise KeyboardInterrupt
+        logging.getLogger("legacy_ddp").addFilter(interrupt)
+        try:
+            logger_of(0).warning("text")
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+    """
+    assert _errors(tmp_path, code) == ["interrupted\n"]
+
+
+def test_a_record_has_the_place_in_the_library_and_its_exception_is_printable(tmp_path: Path) -> None:
+    code = """
+        logging.basicConfig(format="%(funcName)s %(filename)s %(message)s")
+        def caller():
+            try:
+                raise ValueError("a\\x1b[31m colour")
+            except ValueError:
+                logger_of(0).exception("text\\x1b of %s", "other\\u202e origin")
+        caller()
+    """
+    (errors,) = _errors(tmp_path, code)
+
+    assert errors.startswith("caller script.py text\\x1b of other\\u202e origin\nTraceback (most recent call last):\n")
+    assert errors.endswith("ValueError: a\\x1b[31m colour\n")

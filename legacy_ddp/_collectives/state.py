@@ -30,6 +30,7 @@ from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import PassiveHook, StepPolicy, watch_uses
 from legacy_ddp._step_guard.guard import guard_steps
+from legacy_ddp._text import printable
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.private_groups import groups_of, refuse_inherited
 from legacy_ddp._transport.rows import Operation
@@ -109,7 +110,7 @@ class Synchronizer:
         self, settings: Settings, wrapper: nn.Module | None = None, *, module: nn.Module | None = None
     ) -> None:
         self.settings = settings
-        self.module_class = "" if module is None else type(internals.inside_of_compiled(module)).__name__
+        self.module_class = "" if module is None else printable(type(internals.inside_of_compiled(module)).__name__)
         self.planner = Planner(settings, module)
         self.policy: StepPolicy = self.planner.counter.policy  # no_sync() blocks, and a step without a call
         self.policy.module_class = self.module_class

@@ -12,6 +12,7 @@ from legacy_ddp._log import shorten_display
 from legacy_ddp._step_guard import frozen_gradients
 from legacy_ddp._step_guard.backward_counter import BackwardHook, is_any_counting, is_any_divided_again
 from legacy_ddp._step_guard.frozen_gradients import FrozenHook
+from legacy_ddp._text import printable
 from legacy_ddp._torch import device as devices
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -79,7 +80,7 @@ def _refuse_divided_again(optimizer: torch.optim.Optimizer) -> None:
     ]
     if found:
         error = GradientError(
-            f"step() of {type(optimizer).__name__} would use grad of {found[0]!r} ({len(found)} of {len(parameters)} "
+            f"{_name_step(optimizer)} would use grad of {found[0]!r} ({len(found)} of {len(parameters)} "
             "parameters), which holds the result of an earlier call that a later all_reduce(sample_size=...) has "
             "divided again, because it was not cleared between them; call zero_grad() for these parameters before the "
             "next backward(), or, to add up over several calls before one step, divide the loss and call all_reduce() "
@@ -137,18 +138,22 @@ def _text(optimizer: torch.optim.Optimizer, hooks: Sequence[BackwardHook | Froze
     unreduced = [hook for hook in hooks if isinstance(hook, BackwardHook)]
     if not unreduced:
         return (
-            f"step() of {type(optimizer).__name__} would use gradients that no all_reduce() has reduced:\n"
+            f"{_name_step(optimizer)} would use gradients that no all_reduce() has reduced:\n"
             f"  {_which(hooks)}\n"
             "backward made them, and the parameters were frozen (requires_grad=False) before the call, which leaves\n"
             "frozen parameters out; freeze them after step(), or clear their gradients when you freeze them"
         )
     return (
-        f"step() of {type(optimizer).__name__} would use gradients that were not reduced since the last backward:\n"
+        f"{_name_step(optimizer)} would use gradients that were not reduced since the last backward:\n"
         f"  {_which(unreduced)}\n"
         "call model.all_reduce() between backward() and step(); a step meant for this\n"
         'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
         "switches this check off"
     )
+
+
+def _name_step(optimizer: torch.optim.Optimizer) -> str:
+    return f"step() of {printable(type(optimizer).__name__)}"
 
 
 def _which(hooks: Sequence[BackwardHook | FrozenHook]) -> str:

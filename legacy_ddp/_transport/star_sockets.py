@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from legacy_ddp._transport.star import SLICE_SECONDS
-from legacy_ddp._watchdog.client import Endpoint, connect, keep_alive, own_hosts, own_identity
+from legacy_ddp._watchdog.client import Endpoint, connect, keep_alive, own_hosts
+from legacy_ddp._watchdog.process import own_identity
 from legacy_ddp._watchdog.server import listen
 
 _FILE = "hub"
-_HELLO_BYTES = 256
+_HELLO_BYTES = 64  # all that is read of a process that has not shown the token
 _MAX_STRANGERS = 128
 # None: the directory for temporary files (TMPDIR). Where that is full, read-only or without sockets: in memory.
 _PLACES = (None, "/dev/shm")

@@ -2,12 +2,17 @@
 
 A store would be the usual place for the status of ranks. But reading a store blocks while the store's owner is stopped,
 every rank would write all the time, and everything would be lost with the owner. A request needs no third process, and
-there is none until a rank waits. A failed request is information, too: a closed port means an ended process.
+there is none until a rank waits. A failed request is information, too: an ended process has no open port.
+
+Both sides prove that they know the token of the server before the other side reads more of them. The token itself is
+not sent: a stranger may have got the port of a dead rank.
 """
 
 import fcntl
+import hmac
 import json
 import os
+import secrets
 import socket
 import struct
 import time
@@ -16,26 +21,37 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
-from pathlib import Path
 from typing import Any
+
+from legacy_ddp._watchdog.process import (
+    DEAD,
+    ENDING,
+    STOPPED,
+    TRACED,
+    UNKNOWN,
+    Identity,
+    own_identity,
+    queued_seconds,
+    visible_state,
+)
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
 # Destinations outside of this host, to find the interface of the default route. The addresses are for documentation
 # (RFC 5737, RFC 3849) and get no data: connecting a datagram socket only looks up the route.
 _OUTSIDE: tuple[tuple[int, str], ...] = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-RUNNING, STOPPED, TRACED, DEAD, UNKNOWN = "running", "stopped", "held by a debugger", "dead", ""
-_DISK_WAIT = "D"
-_STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
-# Fields of /proc/<pid>/stat behind the command's name, see proc(5): state is field 3, start time field 22.
-_STATE, _STARTED = 0, 19
 # A Python thread answers in milliseconds; a thread that waits for the GIL of a busy process, in tens of milliseconds.
 ANSWER_SECONDS = 0.7
 # The same for a process whose threads wait for a processor more than this share of the time: the machine is crowded.
 PATIENT_SECONDS = 3.0
 _CROWDED_SHARE = 0.5
-MAX_BYTES, PART_BYTES = 2**20, 2**16
+MAX_BYTES, PART_BYTES = 2**20, 2**16  # of a message, from a process that knows the token
+# A client begins with a greeting: a random number, and the proof made with it. The server answers with its own proof.
+_NONCE_BYTES, PROOF_BYTES = 16, 32
+GREETING_BYTES = _NONCE_BYTES + PROOF_BYTES
+_SIGNS = (DEAD, ENDING)  # in /proc, of an end
+# To connect, for a look at a port: on the same machine a kernel accepts or refuses at once.
+_LOOK_SECONDS = 0.1
 MAX_CONCURRENT_REQUESTS = 32
 
 Address = tuple[str, int]
@@ -59,29 +75,14 @@ def decode_failure(data: Mapping[str, Any] | None) -> Failure | None:
     return Failure(**{**data, "ranks": tuple(data["ranks"])}) if data else None
 
 
-@dataclass(frozen=True)
-class Identity:
-    """A process. ``machine``: equal for processes that can see each other in /proc.
-
-    ``started``: the start time; a later process may get the same pid.
-    """
-
-    host: str
-    pid: int
-    started: str
-    machine: str
-
-
-def own_identity() -> Identity:
-    """The identity of this process."""
-    return Identity(socket.gethostname(), os.getpid(), _started(os.getpid()), _machine())
-
-
 class Outcome(StrEnum):
     """The result of a request to a rank."""
 
     ANSWERED = "answers"
     ENDED = "its process has ended"
+    CLOSED = "its status server is closed"  # but the process is there
+    STRANGER = "another process answers at its port"
+    LEFT = "has left the call"  # and was not asked
     SILENT = "does not answer"
     UNREACHABLE = "cannot be reached"
     NOT_ASKED = "not asked"
@@ -116,18 +117,44 @@ def request(
     """Send a request and return the answer. ``own``: the identity of this process.
 
     Blocks for at most about ``seconds``, or ``PATIENT_SECONDS`` if the process on this machine waits for a processor;
-    not at all if the kernel reports the process as dead or stopped.
+    not at all if the process is dead, or if the kernel reports it as stopped.
     """
     limit = _Limit(peer.identity, seconds)
     while True:
-        state = state_of(peer.identity)
-        if state in (DEAD, STOPPED, TRACED):
-            return (Outcome.ENDED if state == DEAD else Outcome.SILENT), None
+        if visible_state(peer.identity) in (STOPPED, TRACED):
+            return Outcome.SILENT, None
         outcome, answer = _request_once(peer, message, own, limit)
+        if outcome in (Outcome.CLOSED, Outcome.STRANGER):
+            state = visible_state(peer.identity)
+            is_dead = state in _SIGNS or (outcome is Outcome.CLOSED and state == UNKNOWN)
+            return (Outcome.ENDED if is_dead else outcome), None
         # Try again: a process that is about to end accepts connections and drops them until its port is closed.
-        if outcome in (Outcome.ANSWERED, Outcome.ENDED) or limit.is_over():
+        if outcome is Outcome.ANSWERED or limit.is_over():
             return outcome, answer
         time.sleep(0.02)
+
+
+def state_of(peer: Endpoint) -> str:
+    """``running``, ``stopped``, ``held by a debugger`` or ``dead``; empty if this process cannot see the process.
+
+    Dead by two signs: /proc does not show the process, and its port refuses connections. Either may have another cause.
+    """
+    state = visible_state(peer.identity)
+    if state not in _SIGNS:
+        return state
+    return DEAD if _refuses(peer) else UNKNOWN
+
+
+def _refuses(peer: Endpoint) -> bool:
+    """Whether the port refuses connections. False in another network, where the answer may take long."""
+    own = own_identity()
+    if peer.identity.network != own.network:
+        return False
+    try:
+        connect(peer, own, _LOOK_SECONDS).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 class _Limit:
@@ -152,14 +179,21 @@ class _Limit:
 
 
 def _request_once(peer: Endpoint, message: Message, own: Identity, limit: _Limit) -> tuple[Outcome, Message | None]:
+    """As :func:`request`. Closed: nobody listens at the port."""
     try:
         with connect(peer, own, limit.connect_seconds) as connection:
             connection.settimeout(limit.connect_seconds)
-            connection.sendall(encode_message(peer, message))
+            greeting = greet(peer.token)
+            connection.sendall(greeting)
+            if not (proof := _read_proof(connection, limit)):
+                return Outcome.SILENT, None
+            if not hmac.compare_digest(proof, answer_to(greeting, peer.token)):
+                return Outcome.STRANGER, None
+            connection.sendall(encode_message(message))
             answer = _read(connection, limit)
             return (Outcome.SILENT if answer is None else Outcome.ANSWERED), answer
     except ConnectionRefusedError:
-        return Outcome.ENDED, None
+        return Outcome.CLOSED, None
     except (TimeoutError, ConnectionError):
         return Outcome.SILENT, None
     except OSError:
@@ -199,7 +233,7 @@ def connect(peer: Endpoint, own: Identity, seconds: float) -> socket.socket:
         OSError: timed out or unreachable.
     """
     errors: list[OSError] = []
-    addresses = reachable(list(peer.addresses), same_machine=peer.identity.machine == own.machine)
+    addresses = reachable(list(peer.addresses), same_network=peer.identity.network == own.network)
     for address in addresses:
         try:
             connection = socket.create_connection(address, timeout=max(0.05, seconds / len(addresses)))
@@ -220,8 +254,45 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def encode_message(peer: Endpoint, message: Message) -> bytes:
-    return json.dumps({**message, "token": peer.token}).encode() + b"\n"
+def greet(token: str) -> bytes:
+    """The first bytes of a client."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return nonce + _prove(token, b"client", nonce)
+
+
+def is_greeting(data: bytes, token: str) -> bool:
+    """Whether a process that knows ``token`` made the greeting."""
+    return hmac.compare_digest(data[_NONCE_BYTES:], _prove(token, b"client", data[:_NONCE_BYTES]))
+
+
+def answer_to(greeting: bytes, token: str) -> bytes:
+    """The first bytes of the server, to a client with this greeting."""
+    return _prove(token, b"server", greeting[:_NONCE_BYTES])
+
+
+def _prove(token: str, side: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(token.encode(), side + nonce, "sha256")
+
+
+def encode_message(message: Message) -> bytes:
+    return json.dumps({**message}).encode() + b"\n"
+
+
+def _read_proof(connection: socket.socket, limit: _Limit) -> bytes:
+    """The first bytes of the server; empty if there are none.
+
+    Raises:
+        TimeoutError: the limit is over. A stranger may send a byte at a time.
+    """
+    data = b""
+    while True:
+        with suppress(TimeoutError):
+            part = connection.recv(PROOF_BYTES - len(data))
+            data += part
+            if not part or len(data) == PROOF_BYTES:
+                return data
+        if limit.is_over():
+            raise TimeoutError
 
 
 def _read(connection: socket.socket, limit: _Limit) -> Message | None:
@@ -252,91 +323,6 @@ def decode_message(data: bytearray) -> Message | None:
     return message if isinstance(message, dict) else None
 
 
-def state_of(process: Identity) -> str:
-    """``running``, ``stopped``, ``held by a debugger`` or ``dead``; empty if this process cannot see ``process``."""
-    if not process.machine or process.machine != _machine():
-        return UNKNOWN
-    try:
-        fields = _stat(process.pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return DEAD
-    except OSError:  # a limit of this process, not the state of the other: no more files can be opened
-        return UNKNOWN
-    if fields[_STARTED] != process.started:
-        return DEAD
-    return _STATES.get(fields[_STATE], RUNNING)
-
-
-def moved_bytes() -> int:
-    """Bytes read and written by this process through files and pipes until now; 0 without /proc."""
-    try:
-        counts = dict(line.split(":") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
-    except OSError:
-        return 0
-    return int(counts["rchar"]) + int(counts["wchar"])
-
-
-def busy_seconds() -> float:
-    """Seconds until now in which this process computed, or in which its main thread waited for a processor.
-
-    On a crowded machine a thread that computes gets a small share of a processor.
-    """
-    return time.process_time() + _queued_seconds(Path("/proc/self/schedstat"))
-
-
-def waits_for_disk() -> bool:
-    """Whether the main thread waits in the kernel, as for a disk. False without /proc."""
-    try:
-        return _stat(os.getpid())[_STATE] == _DISK_WAIT
-    except OSError:
-        return False
-
-
-def queued_seconds(process: Identity) -> float:
-    """Seconds until now in which the threads of the process, together, were ready to run and waited for a processor.
-
-    0 if this process cannot see ``process``, and after its end.
-    """
-    if not process.machine or process.machine != _machine():
-        return 0.0
-    try:
-        with os.scandir(f"/proc/{process.pid}/task") as entries:
-            threads = [entry.path for entry in entries]
-    except OSError:  # the process has ended, perhaps a moment ago
-        return 0.0
-    return sum(_queued_seconds(Path(thread, "schedstat")) for thread in threads)
-
-
-def _queued_seconds(schedstat: Path) -> float:
-    """The second number of schedstat: the time in which a thread was ready to run and did not run."""
-    try:
-        return int(schedstat.read_text(encoding="ascii").split()[1]) * 1e-9
-    except (OSError, IndexError, ValueError):  # the thread has ended, or Linux does not count
-        return 0.0
-
-
-def _stat(pid: int) -> list[str]:
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return text.rpartition(")")[2].split()
-
-
-def _started(pid: int) -> str:
-    try:
-        return _stat(pid)[_STARTED]
-    except OSError:
-        return ""
-
-
-@cache
-def _machine() -> str:
-    """Boot and pid namespace: containers on one machine do not see each other's processes. Empty without /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
 def own_hosts() -> list[str]:
     """Addresses of this host, the likeliest first.
 
@@ -346,9 +332,9 @@ def own_hosts() -> list[str]:
     return [*found, "127.0.0.1"]
 
 
-def reachable(addresses: list[Address], *, same_machine: bool) -> list[Address]:
-    """The addresses worth trying: loopback only on the same machine, and there first."""
-    if same_machine:
+def reachable(addresses: list[Address], *, same_network: bool) -> list[Address]:
+    """The addresses worth trying: loopback only in the same network namespace, and there first."""
+    if same_network:
         return sorted(addresses, key=lambda address: not address[0].startswith("127."))
     return [address for address in addresses if not address[0].startswith("127.")]
 

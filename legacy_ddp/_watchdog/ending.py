@@ -5,26 +5,44 @@ and the lowest rank if several have ended since its last look. A rank that learn
 therefore ends later than the process of that rank.
 
 Python drops a SystemExit before it calls exit functions. Two facts stay. The outermost frame of the main thread shows
-whether the script returned or was left by an exception. And ``sys.exit()``, wrapped here, keeps the status of its last
-call.
+whether the script returned or was left by an exception. And ``sys.exit()``, wrapped here, keeps the status and the line
+of its last call.
+
+A handler of the script may have stopped it after a signal. Known are a handler that called ``sys.exit()`` or raised
+the error, and a SIGTERM that left stacks in the report file; else it is known only that the script has a handler.
 """
 
 import dis
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from functools import cache, wraps
-from types import FrameType
-from typing import NoReturn, TypeGuard
+from traceback import walk_stack, walk_tb
+from types import CodeType, FrameType
+from typing import NamedTuple, NoReturn, TypeGuard
 
+from legacy_ddp._log import line_in_script, script_lines
 from legacy_ddp._text import error_line
-from legacy_ddp._watchdog.client import RUNNING, Identity, state_of
-from legacy_ddp._watchdog.missing import LEFT_NORMALLY
+from legacy_ddp._watchdog.missing import AFTER_A_SIGNAL, LEFT_NORMALLY
+from legacy_ddp._watchdog.process import ENDING, RUNNING, Identity, visible_state
+from legacy_ddp._watchdog.report_file import sigterm_has_come
+
+
+class _Exit(NamedTuple):
+    """A call of ``sys.exit()``. ``signal``: the signal whose handler made it; or empty."""
+
+    status: object
+    line: str
+    signal: str
+
 
 _outermost: list[FrameType] = []  # of the main thread; one at most
-_last_status: list[object] = []  # of sys.exit(); one at most
+_last_exit: list[_Exit] = []  # one at most
+# Signals by which a user or a scheduler asks a process to end.
+_REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 # From the end of the awaited processes to the end of this process.
 _HEAD_START_SECONDS = 1.0
 # For a process that does not end: its rank may be in a debugger, or the script has caught the error.
@@ -35,7 +53,7 @@ _TURN = "_legacy_ddp_turn"
 
 @cache
 def watch_exit() -> None:
-    """From now on, remember the status of ``sys.exit()``."""
+    """From now on, remember the last ``sys.exit()``."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
@@ -44,11 +62,12 @@ def watch_exit() -> None:
     sys_exit = sys.exit
 
     @wraps(sys_exit)
-    def keep_status(status: object = None, /) -> NoReturn:
-        _last_status[:] = [status]
+    def keep_exit(status: object = None, /) -> NoReturn:
+        stack = (frame.f_code for frame, _ in walk_stack(sys._getframe(1)))
+        _last_exit[:] = [_Exit(status, next(iter(script_lines()), ""), _signal_of_handler(stack))]
         sys_exit(status)  # type: ignore[arg-type]  # Python takes any object
 
-    sys.exit = keep_status
+    sys.exit = keep_exit
 
 
 def script_exit() -> SystemExit | None:
@@ -59,7 +78,7 @@ def script_exit() -> SystemExit | None:
     """
     if not any(map(_was_left_by_an_exception, _outermost)):
         return None
-    return SystemExit(*(_last_status or ["its status is not known here"]))
+    return SystemExit(_last_exit[0].status if _last_exit else "its status is not known here")
 
 
 def _was_left_by_an_exception(frame: FrameType) -> bool:
@@ -93,8 +112,8 @@ class _Turn:
         """Whether a process is still running."""
         if self._running:
             launcher = os.getppid()
-            states = [(process, state_of(process)) for process in self._running if process.pid != launcher]
-            self._running = [process for process, state in states if state == RUNNING]
+            states = [(process, visible_state(process)) for process in self._running if process.pid != launcher]
+            self._running = [process for process, state in states if state in (RUNNING, ENDING)]
             self._ended_at = time.monotonic()
         return bool(self._running)
 
@@ -133,12 +152,43 @@ def ending_error() -> BaseException | None:
     return None if isinstance(error, SystemExit) and _is_success(error) else error
 
 
-def end_text() -> str:
-    """How this process ends, for other ranks: ``with ValueError: bad batch``, ``with exit status 3``, or normally."""
-    error = ending_error()
-    if error is None:
-        return LEFT_NORMALLY
-    return f"with exit status {error.code}" if _is_exit_code(error) else f"with {error_line(error)}"
+def exit_reason(call: str) -> str:
+    """How and where this process ends after ``call``, for other ranks.
+
+    For example ``left after all_reduce() call 7 with ValueError: bad batch, at train.py:12 in main``.
+    """
+    error, last = ending_error(), script_exit()
+    line = (line_in_script(error) if error is not None else "") or (_last_exit[0].line if last and _last_exit else "")
+    at_line, signal_text = line and f"at {line}", _signal_text(error)
+    if error is not None:
+        how = f"exit status {error.code}" if _is_exit_code(error) else error_line(error)
+        return f"left after {call} with {how}{at_line and f', {at_line}'}{signal_text}"
+    how = f"by sys.exit({'' if last.code is None else last.code}) {at_line}" if last else "at the end of its script"
+    return f"{LEFT_NORMALLY} after {call}, {how.rstrip()}{signal_text}"
+
+
+def _signal_text(error: BaseException | None) -> str:
+    """What is known of a signal before this end. ``error``: that ends the process."""
+    trace = error.__traceback__ if error is not None else None
+    of_error = _signal_of_handler(frame.f_code for frame, _ in walk_tb(trace))
+    of_exit = _last_exit[0].signal if _last_exit and script_exit() else ""
+    if came := of_error or of_exit or ("SIGTERM" if sigterm_has_come() else ""):
+        return f"{AFTER_A_SIGNAL}{came.removeprefix('SIG')}"
+    handled = [request.name for request in _REQUESTS if _handler_code(request) is not None]
+    if error is not None or not handled:
+        return ""
+    return f"; its script handles {' and '.join(handled)}"
+
+
+def _signal_of_handler(running: Iterable[CodeType]) -> str:
+    """The signal whose handler is running; or empty."""
+    codes = {*running}
+    return next((s.name for s in signal.Signals if _handler_code(s) in codes), "")
+
+
+def _handler_code(number: signal.Signals) -> CodeType | None:
+    """The code of the script's handler; None without a handler written in Python."""
+    return getattr(signal.getsignal(number), "__code__", None)
 
 
 def error_behind(error: BaseException) -> BaseException:

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum, auto
 
 from legacy_ddp._watchdog.activity import DEBUGGER, HOOK, OUT_OF_DATA, RUN, Sample
-from legacy_ddp._watchdog.client import DEAD, RUNNING, Outcome
+from legacy_ddp._watchdog.client import Outcome
 from legacy_ddp._watchdog.payloads import PayloadState
+from legacy_ddp._watchdog.process import DEAD, RUNNING
 
 LEFT_AFTER_LOSS = "left because another rank was lost"
-LEFT_NORMALLY = "normally; did it run out of data?"  # the end of an exit reason
+LEFT_NORMALLY = "left without an error"
+AFTER_A_SIGNAL = ", after SIG"
 # The phases of a call in their order. A rank that has left the call is beyond all phases.
 _PHASES = ("plan", "pack", "digest", "agree", RUN, "compare", "metrics", HOOK, "payload", "alias")
 # The phases in which a rank waits for the other ranks, and runs no code of the user.
@@ -79,7 +81,12 @@ class Row:
     @property
     def left_normally(self) -> bool:
         """Whether the rank left without an error, while other ranks made further calls."""
-        return self.note.endswith(LEFT_NORMALLY)
+        return self.note.startswith(LEFT_NORMALLY)
+
+    @property
+    def left_after_a_signal(self) -> bool:
+        """Whether the rank left by itself, after a signal."""
+        return self.left_normally and AFTER_A_SIGNAL in self.note
 
     @property
     def is_in_debugger(self) -> bool:

@@ -6,19 +6,16 @@ from dataclasses import asdict, dataclass, field, replace
 
 from legacy_ddp._watchdog.activity import Activity, Sample, process_activity
 from legacy_ddp._watchdog.client import (
-    DEAD,
     Endpoint,
     Failure,
     Message,
     Outcome,
-    busy_seconds,
-    moved_bytes,
     request_all,
     state_of,
-    waits_for_disk,
 )
 from legacy_ddp._watchdog.missing import Row
 from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch
+from legacy_ddp._watchdog.process import DEAD, busy_seconds, moved_bytes, waits_for_disk
 
 # Pause between two polls; the difference of the answers shows whether a rank is advancing.
 _SECOND_POLL_SECONDS = 0.3
@@ -26,6 +23,7 @@ _SECOND_POLL_SECONDS = 0.3
 _MANY_BYTES = 2**20
 # Of one core: a waiting rank needs next to nothing, a computing rank gets most of a core, or its share of one.
 _BUSY_SHARE = 0.1
+_CLOSED = (Outcome.CLOSED, Outcome.STRANGER)
 _Result = tuple[Outcome, Message | None]  # of a request
 
 
@@ -54,15 +52,18 @@ class GroupView:
         return [peer for rank in ranks if rank != self.own.rank and (peer := self.peers[rank]) is not None]
 
     def local_rows(self, failure: Failure | None) -> list[Row]:
-        """The rows of all ranks without a poll: the status of this rank, and the ranks lost by ``failure``."""
+        """The rows of all ranks without a poll: the status of this rank, and the ranks lost by ``failure``.
+
+        Of these no more is known than that they left; what the kernel shows of their processes is in the status.
+        """
         answers = {self.own.rank: (Outcome.ANSWERED, own_status(self.status, self.peers))}
-        lost = dict.fromkeys(failure.ranks if failure else (), (Outcome.ENDED, None))
+        lost = dict.fromkeys(failure.ranks if failure else (), (Outcome.LEFT, None))
         return build_rows(self.peers, {**lost, **answers})
 
 
 def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
     """The answer of this rank to a status request, ready for JSON."""
-    states = {str(peer.rank): state_of(peer.identity) for peer in peers if peer is not None}
+    states = {str(peer.rank): state_of(peer) for peer in peers if peer is not None}
     return {
         "sample": asdict((status.activity if status.in_call else process_activity).sample()),
         "serial": status.serial,
@@ -97,7 +98,7 @@ def _unclear(rows: Sequence[Row]) -> set[int]:
     The neighbours of an ended rank: the exit reason may have arrived after their first answer. A silent rank with a
     running process: on a crowded machine an answer may take longer than a request waits.
     """
-    ended = [row.rank for row in rows if row.has_ended and not row.note]
+    ended = [row.rank for row in rows if (row.has_ended or row.outcome in _CLOSED) and not row.note]
     neighbours = {(rank + step) % len(rows) for rank in ended for step in (-1, 1)}
     answering = {row.rank for row in rows if row.outcome is Outcome.ANSWERED}
     return (neighbours & answering) | {row.rank for row in rows if row.is_silent}

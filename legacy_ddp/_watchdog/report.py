@@ -7,11 +7,12 @@ from typing import Any
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._log import logger_of
-from legacy_ddp._text import WIDTH, encodable, wrap
+from legacy_ddp._text import WIDTH, printable, printable_lines, wrap
 from legacy_ddp._watchdog.activity import HOOK, RUN, Sample
-from legacy_ddp._watchdog.client import DEAD, RUNNING, STOPPED, TRACED, Failure, Outcome
+from legacy_ddp._watchdog.client import Failure, Outcome
 from legacy_ddp._watchdog.missing import Row, missing_after_loss, missing_ranks
 from legacy_ddp._watchdog.payloads import Progress, recorder_text
+from legacy_ddp._watchdog.process import DEAD, RUNNING, STOPPED, TRACED
 from legacy_ddp._watchdog.report_file import ReportFile
 
 MAX_ROWS = 24
@@ -22,6 +23,18 @@ _MAX_RANK_COLUMNS = 10  # of a table; longer lists of ranks move their line to t
 _MAX_KEPT_STACKS = 64
 # Phases of a call in which user code runs.
 _USER_CODE = {HOOK: "its communication hook", RUN: "its run() of a cross-check"}
+# The state of a process that no rank sees: it is on another machine, hidden, or in other namespaces.
+_UNSEEN = {Outcome.ANSWERED: "answers", Outcome.NOT_ASKED: "unknown", Outcome.UNKNOWN: "unknown"}
+_STOP = (
+    'let all ranks stop in the same call: pass metrics={"stop": 1 or 0} in every all_reduce(), and leave the loop on '
+    'every rank where record.metrics["stop"] is not 0'
+)
+_REASONS = (
+    f"it stopped alone (a signal, early stopping, an error that its script caught): {_STOP}",
+    'it left out a whole step (continue before the call): pass metrics={"step": step} in every all_reduce(), and '
+    'compare record.metrics["step"] with step * world size; they differ from the first such step on',
+    "it had a batch less: give every rank as many batches (a sampler, drop_last=True), or use model.join()",
+)
 _REPORTS = "reports of this rank:"
 _PROGRESS = {
     Progress.COMPLETE: "complete on",
@@ -89,9 +102,9 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
     lines = [*_wrap(head), *_advice(rows, missing), "", *_table(rows, missing), *_stacks(rows, missing)]
     progressing = [rows[rank].is_progressing(waited_seconds) for rank in missing]
     return Report(
-        head=encodable(head),  # hosts and paths may have any name
-        text=encodable("\n".join(lines)),
-        summary=encodable(summary),
+        head=printable(head),
+        text=printable_lines("\n".join(lines)),
+        summary=printable(summary),
         missing=missing,
         is_progressing=bool(missing) and all(progressing),
         is_busy=bool(missing) and all(on or rows[rank].is_busy for rank, on in zip(missing, progressing, strict=True)),
@@ -124,8 +137,8 @@ def compose_payload(rows: Sequence[Row], call: str, serial: int) -> Report:
     states = [f"{text} {name_ranks(ranks[reached])}" for reached, text in _PROGRESS.items() if ranks[reached]]
     recorder = recorder_text()
     return Report(
-        head=encodable(head),
-        text=encodable(
+        head=printable(head),
+        text=printable_lines(
             "\n".join(
                 [
                     *_wrap(head),
@@ -137,7 +150,7 @@ def compose_payload(rows: Sequence[Row], call: str, serial: int) -> Report:
                 ]
             )
         ),
-        summary=encodable(summary),
+        summary=printable(summary),
         missing=missing,
         is_progressing=False,
         is_busy=False,
@@ -157,14 +170,14 @@ def format_loss(row: Row, reason: str, missing: str = "") -> str:
     if row.sample and row.sample.stack:
         position += f", at {row.sample.line or row.sample.stack[-1]}"
     parts = [reason, missing, position] if missing else [reason, position]
-    return encodable(" ".join("; ".join(parts).split()))
+    return printable(" ".join("; ".join(parts).split()))
 
 
 def process_text(row: Row) -> str:
     """The state of the process, as far as known."""
     if row.has_ended:
         return DEAD
-    process = row.process or ("answers" if row.outcome is Outcome.ANSWERED else "unknown")
+    process = row.process or _UNSEEN.get(row.outcome, "not visible")
     return process if row.is_busy is None else f"{process}, {'busy' if row.is_busy else 'idle'}"
 
 
@@ -227,17 +240,14 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
 
 
 def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
-    """What to do about ranks that made fewer calls and left without an error."""
+    """The possible reasons of ranks that made fewer calls and left without an error, and what to do."""
     ranks = [rank for rank in missing if rows[rank].left_normally]
     if not ranks:
         return []
-    return _wrap(
-        f"{name_ranks(ranks)} made fewer calls. If a whole step was left out (continue before the call): pass "
-        'metrics={"step": step} in every all_reduce() and compare record.metrics["step"] with step * world size; they '
-        "differ from the first step on from which ranks are apart. If no step differs, there was a batch less: give "
-        "every rank as many batches (a sampler, drop_last=True), or use model.join()",
-        indent=0,
-    )
+    if all(rows[rank].left_after_a_signal for rank in ranks):
+        return _wrap(f"{name_ranks(ranks)} made fewer calls, because it stopped alone: {_STOP}", indent=0)
+    lines = _wrap(f"{name_ranks(ranks)} made fewer calls. Possible reasons:", indent=0)
+    return [*lines, *(line for reason in _REASONS for line in _wrap(f"- {reason}"))]
 
 
 def _reason(row: Row) -> str:
@@ -316,15 +326,15 @@ def _state(group: Sequence[Row], *, keeps_stack: bool) -> dict[str, Any]:
     first = group[0]
     return {
         "ranks": [row.rank for row in group],
-        "activity": encodable(activity_text(first)),
+        "activity": printable(activity_text(first)),
         "process": process_text(first),
         "answer": str(first.outcome),
-        "note": encodable(first.note),
+        "note": printable(first.note),
         "calls": first.serial,
-        "line": encodable(first.sample.line) if first.sample else "",
-        "stack": [encodable(frame) for frame in first.sample.stack] if first.sample and keeps_stack else None,
+        "line": printable(first.sample.line) if first.sample else "",
+        "stack": [printable(frame) for frame in first.sample.stack] if first.sample and keeps_stack else None,
         "seconds": [row.sample and round(row.sample.age_seconds, 3) for row in group],
-        "hosts": [encodable(row.host) for row in group],
+        "hosts": [printable(row.host) for row in group],
         "pids": [row.pid for row in group],
     }
 

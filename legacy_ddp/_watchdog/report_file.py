@@ -4,6 +4,7 @@ import ctypes
 import errno
 import faulthandler
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -13,13 +14,19 @@ from functools import cache
 from pathlib import Path
 
 from legacy_ddp._log import logger_of
-from legacy_ddp._text import encodable
+from legacy_ddp._text import printable, printable_lines
 
 # Not signal.getsignal(), which returns only handlers written in Python.
 _handler_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
 _NO_HANDLER = (None, int(signal.SIG_IGN))
 _CANNOT_BE_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
 _CLOSED = -1
+_NO_PART_OF_A_NAME = re.compile(r"[^\w.-]")  # of a file; a host may have any name
+
+
+def sigterm_has_come() -> bool:
+    """Whether a SIGTERM has left stacks in a report file, and this process has gone on. False if that is not known."""
+    return bool(_sigterm_came) or any(file.has_stacks() for file in _open)
 
 
 def is_faulthandler_registered(number: int) -> bool:
@@ -43,7 +50,8 @@ def is_faulthandler_registered(number: int) -> bool:
     return bool(handler == faulthandlers_own)
 
 
-_open: list[int] = []  # descriptors of the report files of this process, the newest last
+_open: "list[ReportFile]" = []  # of this process, the newest last
+_sigterm_came: list[bool] = []  # True, once a closed file had stacks
 
 
 class ReportFile:
@@ -57,16 +65,18 @@ class ReportFile:
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, rank: int, size: int) -> None:
-        stem = f"legacy_ddp-{socket.gethostname()}-rank{rank}-pid{os.getpid()}"
+        host = printable(socket.gethostname())
+        stem = f"legacy_ddp-{_NO_PART_OF_A_NAME.sub('_', host)}-rank{rank}-pid{os.getpid()}"
         self._owner = os.getpid()
         self._is_empty = True
+        self._own_bytes = 0  # the others are stacks
         # ``_no_file``: the reason for having no file; ``_problem``: the reason if the last report is not in the file.
         self.path, self._descriptor, self._no_file = _open_file(directory, stem, rank)
         self._problem = self._no_file
-        head = f"rank {rank} of {size}, process {os.getpid()} on {socket.gethostname()}\n({_stacks_note(rank)})"
+        head = f"rank {rank} of {size}, process {os.getpid()} on {host}\n({_stacks_note(rank)})"
         with suppress(OSError):  # a full disk is no reason not to train
             self._write(head)
-        _open.append(self._descriptor)
+        _open.append(self)
         _dump_stacks_into_newest()
 
     def append(self, text: str) -> bool:
@@ -88,19 +98,28 @@ class ReportFile:
 
     def where(self, prefix: str) -> str:
         """``prefix`` and the path; instead of both the reason, if the last report is not in the file."""
-        return encodable(self._problem or f"{prefix} {self.path}")
+        return printable(self._problem or f"{prefix} {self.path}")
 
     def close(self) -> None:
         """Close the file; remove an empty file. Later stacks go to the next newest open file, if any."""
         if self._descriptor == _CLOSED or os.getpid() != self._owner:
             return
+        if self.has_stacks():
+            _sigterm_came[:] = [True]
         if self._is_empty and self.path != Path(os.devnull):
             with suppress(OSError):
                 self.path.unlink()
-        descriptor, self._descriptor = self._descriptor, _CLOSED  # the number may soon belong to another file
-        _open.remove(descriptor)
+        _open.remove(self)
         _dump_stacks_into_newest()
+        descriptor, self._descriptor = self._descriptor, _CLOSED  # the number may soon belong to another file
         os.close(descriptor)
+
+    def has_stacks(self) -> bool:
+        """Whether a SIGTERM has left stacks in the file."""
+        try:
+            return self._descriptor != _CLOSED and os.fstat(self._descriptor).st_size > self._own_bytes
+        except OSError:
+            return False
 
     def after_fork(self) -> None:
         """In a forked child: redirect reports and stacks to the null device; the file is the parent's."""
@@ -111,9 +130,11 @@ class ReportFile:
         os.close(null)
 
     def _write(self, text: str) -> None:
-        data = f"[{datetime.now().astimezone().isoformat(' ', 'seconds')}]\n{encodable(text)}\n\n".encode()
+        data = f"[{datetime.now().astimezone().isoformat(' ', 'seconds')}]\n{printable_lines(text)}\n\n".encode()
         while data:  # a disk that gets full takes a part of the data first, then raises
-            data = data[os.write(self._descriptor, data) :]
+            written = os.write(self._descriptor, data)
+            data = data[written:]
+            self._own_bytes += written
 
 
 def _open_file(directory: str | os.PathLike[str] | None, stem: str, rank: int) -> tuple[Path, int, str]:
@@ -149,7 +170,7 @@ def _dump_stacks_into_newest() -> None:
     last file serves a process that hangs at its exit.
     """
     if _open:
-        os.dup2(_open[-1], _stacks_descriptor(), inheritable=False)
+        os.dup2(_open[-1]._descriptor, _stacks_descriptor(), inheritable=False)
 
 
 def _stacks_note(rank: int) -> str:

@@ -19,19 +19,25 @@ from queue import Empty, SimpleQueue
 from legacy_ddp._log import logger_of
 from legacy_ddp._watchdog.client import (
     ANSWER_SECONDS,
+    GREETING_BYTES,
     MAX_BYTES,
     PART_BYTES,
+    PROOF_BYTES,
     Endpoint,
     Message,
+    answer_to,
     connect,
     decode_message,
     encode_message,
+    greet,
+    is_greeting,
     keep_alive,
     own_hosts,
-    own_identity,
 )
+from legacy_ddp._watchdog.process import own_identity
 
-_MAX_UNAUTHENTICATED = 128
+_MAX_STRANGERS = 128  # connections
+_NEVER = float("inf")
 # Pause after a failed accept() for want of a descriptor: an immediate retry would fail, too.
 _ACCEPT_PAUSE_SECONDS = 0.1
 # How long a rank that ends waits for the first connection of the neighbour before it. Most ranks have it for long.
@@ -214,78 +220,103 @@ class StatusServer:
                 self._evict(sock)
 
     def _next_timeout(self) -> float | None:
-        """Evict unauthenticated connections past the deadline or above the limit.
+        """Evict connections past the deadline, and strangers above the limit.
 
         Returns:
             Seconds until the next deadline or the end of a pause in accepting; None if there is neither.
         """
         now = time.monotonic()
-        unauthenticated = self._unauthenticated()
-        late = [sock for sock in unauthenticated if self._connections[sock].deadline < now]
-        for sock in {*late, *unauthenticated[:-_MAX_UNAUTHENTICATED]}:
+        late = [sock for sock, connection in self._connections.items() if connection.deadline < now]
+        for sock in {*late, *self._strangers()[:-_MAX_STRANGERS]}:
             self._evict(sock)
-        times = [self._connections[sock].deadline for sock in self._unauthenticated()]
+        times = [connection.deadline for connection in self._connections.values()]
         if self._listener not in self._selector.get_map():
             if self._accept_again_at > now:
                 times.append(self._accept_again_at)
             else:
                 self._selector.register(self._listener, selectors.EVENT_READ)
-        return max(0.0, min(times) - now) if times else None
+        next_time = min(times, default=_NEVER)
+        return None if next_time == _NEVER else max(0.0, next_time - now)
 
-    def _unauthenticated(self) -> list[socket.socket]:
-        """Connections without a valid message yet, the oldest first."""
-        return [sock for sock, connection in self._connections.items() if connection.rank is None]
+    def _strangers(self) -> list[socket.socket]:
+        """Connections to this server without a greeting yet, the oldest first."""
+        return [
+            sock
+            for sock, connection in self._connections.items()
+            if connection.rank is None and not connection.is_authentic
+        ]
 
     def _monitor(self, neighbour: Endpoint) -> None:
+        """Open the monitor connection. Without a wait: in a ring every rank would wait for the next."""
         with suppress(OSError):
+            greeting = greet(neighbour.token)
             sock = connect(neighbour, self.endpoint.identity, ANSWER_SECONDS)
-            sock.sendall(encode_message(neighbour, {"request": "monitor", "rank": self.endpoint.rank}))
-            self._register(sock, neighbour.rank)
+            sock.sendall(greeting + encode_message({"request": "monitor", "rank": self.endpoint.rank}))
+            self._register(sock, _Connection(neighbour.rank, expected=answer_to(greeting, neighbour.token)))
 
     def _accept(self) -> None:
         try:
-            self._register(self._listener.accept()[0], None)
+            sock = self._listener.accept()[0]
+            self._register(sock, _Connection(None, deadline=time.monotonic() + ANSWER_SECONDS))
         except OSError:  # the client has gone, or the limit of descriptors is reached: free some before the next try
-            for sock in self._unauthenticated():
+            for sock in self._strangers():
                 self._evict(sock)
             self._selector.unregister(self._listener)
             self._accept_again_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
 
-    def _register(self, sock: socket.socket, rank: int | None) -> None:
+    def _register(self, sock: socket.socket, connection: "_Connection") -> None:
         sock.setblocking(False)
         self._selector.register(sock, selectors.EVENT_READ)
-        self._connections[sock] = _Connection(rank, time.monotonic() + ANSWER_SECONDS)
+        self._connections[sock] = connection
 
     def _receive(self, sock: socket.socket, connection: "_Connection") -> None:
-        """Read the available part of a message; handle a complete message."""
+        """Read what is there: no more than the first bytes of the other side until these have proved the token."""
         try:
-            part = sock.recv(PART_BYTES)
+            part = sock.recv(PART_BYTES if connection.is_authentic else connection.missing_bytes)
         except BlockingIOError:
             return
         except OSError:
             part = b""
         connection.received += part
+        if connection.is_authentic:
+            self._receive_message(sock, connection, is_end=not part)
+        elif not part or not connection.missing_bytes:
+            self._authenticate(sock, connection)
+
+    def _authenticate(self, sock: socket.socket, connection: "_Connection") -> None:
+        """Go on with a process that knows the token; close the connection of another process."""
+        first, connection.received = bytes(connection.received), bytearray()
+        if connection.expected:
+            connection.is_authentic = hmac.compare_digest(first, connection.expected)
+        elif is_greeting(first, self.endpoint.token):
+            connection.is_authentic = True
+            with suppress(OSError):  # the client has gone
+                sock.send(answer_to(first, self.endpoint.token))
+        if not connection.is_authentic:
+            self._end(sock, connection, None)
+
+    def _receive_message(self, sock: socket.socket, connection: "_Connection", *, is_end: bool) -> None:
+        """Handle a complete message. ``is_end``: there will be no more bytes."""
         line, is_complete, rest = connection.received.partition(b"\n")
-        if part and not is_complete and len(connection.received) < MAX_BYTES:
+        if not is_end and not is_complete and len(connection.received) < MAX_BYTES:
             return
         message = decode_message(line) if is_complete else None
-        if connection.rank is not None:
-            self._evict(sock)
-            reason = message.get("exit_reason") if message else None
-            self._on_closed(connection.rank, None if reason is None else str(reason))
-        elif message is None or not self._is_authentic(message):
-            self._evict(sock)
+        if connection.rank is not None or message is None:
+            self._end(sock, connection, message)
         elif message.get("request") == "monitor":
             keep_alive(sock)
             # The neighbour may have left already: the rest may hold its exit reason.
-            connection.rank, connection.received = _rank_in(message), rest
+            connection.rank, connection.deadline, connection.received = _rank_in(message), _NEVER, rest
             self._was_monitored = True
         else:
             self._reply(sock, message)
 
-    def _is_authentic(self, message: Message) -> bool:
-        token = str(message.get("token")).encode(errors="replace")
-        return hmac.compare_digest(token, self.endpoint.token.encode())
+    def _end(self, sock: socket.socket, connection: "_Connection", message: Message | None) -> None:
+        """End a connection. ``message``: the last one, with the exit reason of a neighbour."""
+        self._evict(sock)
+        if connection.rank is not None:
+            reason = message.get("exit_reason") if message else None
+            self._on_closed(connection.rank, None if reason is None else str(reason))
 
     def _reply(self, sock: socket.socket, message: Message) -> None:
         try:
@@ -315,11 +346,22 @@ class StatusServer:
 
 @dataclass
 class _Connection:
-    """An open connection. ``rank``: the neighbour, for a monitor connection; other connections end at ``deadline``."""
+    """An open connection, until ``deadline``. ``rank``: the neighbour, for a monitor connection.
+
+    ``expected``: the first bytes of the neighbour that this rank has connected to; empty: a client sends a greeting.
+    ``is_authentic``: these bytes have come.
+    """
 
     rank: int | None
-    deadline: float
+    deadline: float = _NEVER
+    expected: bytes = b""
     received: bytearray = field(default_factory=bytearray)
+    is_authentic: bool = False
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of the first bytes."""
+        return (PROOF_BYTES if self.expected else GREETING_BYTES) - len(self.received)
 
 
 def _rank_in(message: Message) -> int:

@@ -19,7 +19,6 @@ from legacy_ddp._watchdog.client import (
     PATIENT_SECONDS,
     Endpoint,
     Failure,
-    Identity,
     Message,
     Outcome,
     decode_endpoint,
@@ -27,10 +26,11 @@ from legacy_ddp._watchdog.client import (
     request,
     request_all,
 )
-from legacy_ddp._watchdog.ending import end_text, error_behind, watch_exit
+from legacy_ddp._watchdog.ending import error_behind, exit_reason, watch_exit
 from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS
 from legacy_ddp._watchdog.payloads import Payload, PayloadWatch
 from legacy_ddp._watchdog.poll import GroupView, own_status, poll_ranks
+from legacy_ddp._watchdog.process import Identity
 from legacy_ddp._watchdog.report import (
     Report,
     WarningPolicy,
@@ -153,7 +153,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop, after sending the exit reason to the neighbours."""
-        self._server.close(self._record.exit_reason() or f"left after {self._status.call} {end_text()}")
+        self._server.close(self._record.exit_reason() or exit_reason(self._status.call))
         self._background.close()
         self.file.close()
 
@@ -204,11 +204,13 @@ class Watchdog:
             self._status.exit_reasons[rank] = exit_reason
 
     def _check_neighbour(self, rank: int) -> None:
-        """Report a neighbour if its process has ended. If the host vanished, only the timeout shows the loss."""
+        """Report a neighbour if it has ended. If the host vanished, only the timeout shows the loss."""
         peer = self._view.peers[rank]
         own = self._view.own.identity
-        if peer is not None and request(peer, {"request": "status"}, own)[0] is Outcome.ENDED:
-            failure = Failure(f"{name_ranks([rank])} ended unexpectedly", ranks=(rank,))
+        outcome = request(peer, {"request": "status"}, own)[0] if peer is not None else Outcome.UNKNOWN
+        if outcome in (Outcome.ENDED, Outcome.CLOSED, Outcome.STRANGER):
+            what = "ended" if outcome is Outcome.ENDED else "closed its status server"
+            failure = Failure(f"{name_ranks([rank])} {what} unexpectedly", ranks=(rank,))
             self._record.record_failure(failure, logs=True)
             broadcast_failure(self._view, failure)
 

@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _fail(f"error: {_os_error_text(error)}")
     except Exception:  # noqa: BLE001 - Python's own status for it would read as "different"
-        traceback.print_exc()
+        for line in traceback.format_exc().splitlines():
+            _note(line)
         return _fail("error: this is a fault of legacy-ddp's own; please report the lines above")
     return status
 
@@ -145,7 +146,7 @@ def _report(given: argparse.Namespace) -> int:
         return _fail("error: report needs bokeh, which is not installed; pip install bokeh")
     with progress_bar(2 * _size(runs)) as progress:  # once to compare, once for the curves
         write_page(runs, given.output, progress)
-    print(f"wrote {given.output}", file=sys.stderr)
+    _note(f"wrote {given.output}")
     return 0
 
 
@@ -170,7 +171,7 @@ def _port(given: argparse.Namespace) -> int:
     if sys.stdout and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # the bytes of the script, in every terminal
     if diff := found.diff():
-        _print([diff.removesuffix("\n")], 0)
+        _write(diff.removesuffix("\n"))  # as it is in the script, for patch
     for line in found.remark_lines():
         _note(line)
     return 0 if found.is_complete else _UNKNOWN
@@ -210,8 +211,16 @@ def _in_batches(update: Callable[[int], object]) -> Callable[[int], object]:
 
 
 def _print(output: "list[str] | dict[str, Any]", status: int) -> int:
-    """Write to stdout and return ``status``, even if a reader such as ``head`` closes stdout early."""
-    text = "\n".join(output) if isinstance(output, list) else json.dumps(output, indent=1, allow_nan=False)
+    """Write lines, or JSON, to stdout; return ``status``. What a trace holds does not reach the terminal as it is."""
+    if isinstance(output, list):
+        _write("\n".join(map(printable, output)))
+    else:
+        _write(json.dumps(output, indent=1, allow_nan=False))
+    return status
+
+
+def _write(text: str) -> None:
+    """Write to stdout, even if a reader such as ``head`` closes stdout early."""
     try:
         print(text)
         if sys.stdout:
@@ -221,7 +230,6 @@ def _print(output: "list[str] | dict[str, Any]", status: int) -> int:
     except OSError:
         _discard_stdout()
         raise
-    return status
 
 
 def _discard_stdout() -> None:

@@ -20,7 +20,7 @@ from legacy_ddp._errors import LegacyDDPError, argument_errors, show_usable
 from legacy_ddp._log import warn
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
-from legacy_ddp._text import error_text
+from legacy_ddp._text import error_text, printable
 from legacy_ddp._torch.device import Reader
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import (
@@ -384,9 +384,10 @@ def _warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Opti
     for index, optimizer in enumerate(optimizers):
         if not any(id(held) in of_model for group in optimizer.param_groups for held in group["params"]):
             label = f"optimizer {index}" if len(optimizers) > 1 else "optimizer"
+            kind = printable(type(optimizer).__name__)
             warn(
                 rank,
-                f"{label} ({type(optimizer).__name__}) holds no parameter of the model, so its steps need not be those "
+                f"{label} ({kind}) holds no parameter of the model, so its steps need not be those "
                 "of the model; give the recorder the optimizer of the model (one that holds copies of the parameters "
                 "in another precision is right here)",
             )

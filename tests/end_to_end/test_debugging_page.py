@@ -85,7 +85,7 @@ def test_the_hunt_of_a_forgotten_call_names_the_rank_that_forgot_it() -> None:
     for words in (
         "rank 1: UnsynchronizedStepError: step() of AdamW would use gradients that were not reduced",
         "rank 0: PeerLostError: all_reduce() call 6, phase agree: connection lost",
-        "missing rank 1 (left after all_reduce() call 5",
+        "missing rank 1 (left without an error after all_reduce() call 5, at the end of its script",
     ):
         assert words in shown
         assert words in printed

@@ -51,6 +51,7 @@ def test_a_rank_that_never_constructs_is_named() -> None:
     kind, ranks, text = run_ranks(_never_constructs, 3)[0]
     assert (kind, ranks) == ("SyncTimeoutError", (1,))
     assert "rank 1 did not arrive within 1 s" in text
+    assert "preparing data (pass a longer timeout_seconds)" in text
 
 
 def _store_dies_before_construction(rank: int) -> tuple[str, str, float] | None:

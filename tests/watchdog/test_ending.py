@@ -4,8 +4,10 @@ Run as a script, this file is a job of two ranks for every end in ENDS: ``test_e
 """
 
 import os
+import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,17 +63,40 @@ def test_a_circle_of_causes_ends() -> None:
     assert error_behind(first) is first
 
 
-LEFT = "left after all_reduce() call 1"
+LEFT, LEFT_WELL = "left after all_reduce() call 1 with", "left without an error after all_reduce() call 1,"
+PLACE = "at test_ending.py:N in"
 # What ends rank 1, and what rank 0 is told.
 ENDS = {
-    "sys.exit(3)": f"{LEFT} with exit status 3",
-    "sys.exit() with a text": f"{LEFT} with SystemExit: no data in /data",
-    "sys.exit(0)": f"{LEFT} normally",
-    "SystemExit": f"{LEFT} with SystemExit: its status is not known here",
-    "an exception": f"{LEFT} with ValueError: bad batch",
-    "the end of the script": f"{LEFT} normally",
+    "sys.exit(3)": f"{LEFT} exit status 3, {PLACE} <module>",
+    "sys.exit() with a text": f"{LEFT} SystemExit: no data in /data, {PLACE} <module>",
+    "sys.exit(0)": f"{LEFT_WELL} by sys.exit(0) {PLACE} <module>",
+    "SystemExit": f"{LEFT} SystemExit: its status is not known here",
+    "an exception": f"{LEFT} ValueError: bad batch, {PLACE} <module>",
+    "the end of the script": f"{LEFT_WELL} at the end of its script",
     "os._exit()": "its process has ended",
+    "a handler from before": f"{LEFT_WELL} at the end of its script, after SIGTERM",
+    "a handler from later": f"{LEFT_WELL} by sys.exit() {PLACE} <module>; its script handles SIGTERM",
+    "sys.exit(0) in a handler": f"{LEFT_WELL} by sys.exit(0) {PLACE} _leave, after SIGUSR1",
+    "an exception of a handler": f"{LEFT} ValueError: preempted, {PLACE} _fail, after SIGUSR1",
 }
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+def _leave(*_: object) -> None:
+    sys.exit(0)
+
+
+def _fail(*_: object) -> None:
+    raise ValueError("preempted")
+
+
+def _send_myself(number: signal.Signals, handler: Callable[..., None] | None = None) -> None:
+    if handler is not None:
+        signal.signal(number, handler)
+    signal.raise_signal(number)
 
 
 def _run_jobs(folder: Path) -> str:
@@ -82,6 +107,8 @@ def _run_jobs(folder: Path) -> str:
         for rank in (0, 1):
             jobs[-1].append(os.fork())
             if jobs[-1][-1] == 0:
+                if end == "a handler from before":
+                    signal.signal(signal.SIGTERM, _do_nothing)
                 _train(rank, folder / str(number), number)
                 return end
     for first, second in jobs:
@@ -105,11 +132,14 @@ def _train(rank: int, store: Path, number: int) -> None:
 
 
 def test_the_other_ranks_are_told_the_exit_status_of_a_script(tmp_path: Path) -> None:
-    """``sys.exit(1)`` read "left normally; did it run out of data?"."""
-    done = run_script(__file__, str(tmp_path))
+    """``sys.exit(1)``, and later an end after a SIGTERM, read "left normally; did it run out of data?"."""
+    told = dict(line.split(" ", 1) for line in run_script(__file__, str(tmp_path)).stdout.splitlines())
 
-    for told, expected in zip(sorted(done.stdout.splitlines()), ENDS.values(), strict=True):
-        assert f"missing rank 1 ({expected}" in told
+    assert len(told) == len(ENDS)
+    for number, expected in enumerate(ENDS.values()):
+        text = re.sub(r"\.py:\d+", ".py:N", told[str(number)])
+        assert f"missing rank 1 ({expected}, on host" in text, text
+        assert ("Possible reasons:" in text) is (expected.startswith(LEFT_WELL) and "after SIG" not in expected)
 
 
 if __name__ == "__main__":
@@ -126,3 +156,12 @@ if __name__ == "__main__":
             raise ValueError("bad batch")
         case "os._exit()":
             os._exit(3)
+        case "a handler from before":
+            _send_myself(signal.SIGTERM)
+        case "a handler from later":
+            _send_myself(signal.SIGTERM, _do_nothing)
+            sys.exit()
+        case "sys.exit(0) in a handler":
+            _send_myself(signal.SIGUSR1, _leave)
+        case "an exception of a handler":
+            _send_myself(signal.SIGUSR1, _fail)

@@ -1,15 +1,10 @@
-"""Evaluation of the rows of all ranks, the text of the report, and the polls behind it."""
+"""Evaluation of the rows of all ranks, and the text of the report."""
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -17,23 +12,17 @@ from hypothesis import strategies as st
 
 from legacy_ddp._watchdog.activity import Sample
 from legacy_ddp._watchdog.client import (
-    ANSWER_SECONDS,
-    DEAD,
     MAX_BYTES,
-    RUNNING,
     Endpoint,
     Failure,
     Outcome,
     decode_endpoint,
-    own_identity,
 )
 from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS, LEFT_NORMALLY, Row, missing_ranks
-from legacy_ddp._watchdog.poll import GroupView, RankStatus, build_rows, own_status, poll_ranks
+from legacy_ddp._watchdog.poll import RankStatus, build_rows, own_status
+from legacy_ddp._watchdog.process import DEAD, own_identity
 from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
-from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
-from legacy_ddp._watchdog.watchdog import FailureRecord, ReportExchange, Watchdog
-
-# Evaluation of the rows of all ranks, and the text of the report
+from legacy_ddp._watchdog.watchdog import Watchdog
 
 WAITING_STACK = ("train.py:91 in <module>", "legacy_ddp/_wrapper.py:143 in all_reduce")
 
@@ -106,19 +95,42 @@ def test_a_rank_that_does_not_answer_is_named_with_what_is_known_of_its_process(
 
 
 def test_the_report_on_a_rank_that_made_fewer_calls_says_how_to_find_the_step() -> None:
-    left = _is_lost(1, Outcome.ENDED, note=f"left after all_reduce() call 4 {LEFT_NORMALLY}")
+    left = _is_lost(
+        1, Outcome.ENDED, note=f"{LEFT_NORMALLY} after all_reduce() call 4, by sys.exit(0) at train.py:9 in main"
+    )
     report = compose([_waits(0), left, _waits(2)], Failure("rank 1 ended"))
 
     assert report.text.split("\n\n")[0] == textwrap.dedent(
         """\
-        all_reduce() call 5, phase agree: rank 1 ended; missing rank 1 (left after
-          all_reduce() call 4 normally; did it run out of data?, on host node-b)
-        rank 1 made fewer calls. If a whole step was left out (continue before the
-        call): pass metrics={"step": step} in every all_reduce() and compare
-        record.metrics["step"] with step * world size; they differ from the first step
-        on from which ranks are apart. If no step differs, there was a batch less: give
-        every rank as many batches (a sampler, drop_last=True), or use model.join()"""
+        all_reduce() call 5, phase agree: rank 1 ended; missing rank 1 (left without an
+          error after all_reduce() call 4, by sys.exit(0) at train.py:9 in main, on host
+          node-b)
+        rank 1 made fewer calls. Possible reasons:
+        - it stopped alone (a signal, early stopping, an error that its script caught):
+          let all ranks stop in the same call: pass metrics={"stop": 1 or 0} in every
+          all_reduce(), and leave the loop on every rank where record.metrics["stop"] is
+          not 0
+        - it left out a whole step (continue before the call): pass metrics={"step":
+          step} in every all_reduce(), and compare record.metrics["step"] with step *
+          world size; they differ from the first such step on
+        - it had a batch less: give every rank as many batches (a sampler,
+          drop_last=True), or use model.join()"""
     )
+
+
+def test_the_report_on_a_rank_that_left_after_a_signal_has_no_other_reason() -> None:
+    left = _is_lost(1, Outcome.CLOSED, "running", note=f"{LEFT_NORMALLY} after call 4, by sys.exit(0), after SIGTERM")
+    text = _line(compose([_waits(0), left, _waits(2)], Failure("rank 1 ended")))
+
+    assert "rank 1 made fewer calls, because it stopped alone: let all ranks stop in the same call" in text
+    assert "batch" not in text
+
+
+@pytest.mark.parametrize("note", [f"{LEFT_AFTER_LOSS}: missing rank 2 ({LEFT_NORMALLY} after call 4)", ""])
+def test_only_a_rank_that_left_by_itself_is_told_to_have_made_fewer_calls(note: str) -> None:
+    rows = [_waits(0), _is_lost(1, Outcome.ENDED, note=note), _waits(2)]
+
+    assert "fewer calls" not in compose(rows, Failure("connection lost")).text
 
 
 def test_a_rank_that_is_dead_is_not_called_running_while_its_process_ends() -> None:
@@ -493,150 +505,3 @@ def test_whatever_the_ranks_say_the_text_names_all_that_are_missing_in_80_column
     assert all(rows[rank].progress < farthest for rank in report.missing)
     listed = {int(rank) for rank in re.findall(r"(?m)^ *(\d+)  ", report.text)}
     assert set(report.missing[:MAX_ROWS]) <= listed
-
-
-# Polls of real status servers: which ranks are polled a second time, and what the second answer changes
-
-WORDS = "left because another rank was lost"
-
-
-class _Answers:
-    """A listener whose n-th answer is its state with ``changes[n]``, ``delays[n]`` seconds late."""
-
-    def __init__(self, rank: int) -> None:
-        self.count = 0
-        self.changes: dict[int, dict[str, Any]] = {}
-        self.delays: dict[int, float] = {}
-        self.on_answer: Callable[[], object] = lambda: None
-        self.server = StatusServer(rank, self._answer, lambda _rank, _exit_reason: None)
-        self.server.start(None)
-
-    def _answer(self, _message: Any) -> dict[str, Any]:
-        self.count += 1
-        time.sleep(self.delays.get(self.count, 0.0))
-        self.on_answer()
-        return {**own_status(RankStatus(), []), **self.changes.get(self.count, {})}
-
-
-@pytest.fixture
-def listeners() -> Iterator[list[_Answers]]:
-    made = [_Answers(rank) for rank in range(3)]
-    yield made
-    for one in made:
-        one.server.close("")
-
-
-def _dead_peer(rank: int) -> Endpoint:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    identity = own_identity()
-    return Endpoint(rank, replace(identity, pid=process.pid), [], "")
-
-
-def test_an_exit_reason_that_came_after_the_first_answer_is_in_the_report(listeners: list[_Answers]) -> None:
-    first = listeners[0]
-    first.changes = {1: {"exit_reasons": {}}, 2: {"exit_reasons": {"1": WORDS}}}
-    peers = [first.server.endpoint, _dead_peer(1), listeners[2].server.endpoint, _dead_peer(3)]
-
-    rows = poll_ranks(peers, first.server.endpoint, twice=False)
-
-    assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.ENDED, Outcome.ANSWERED, Outcome.ENDED]
-    assert [row.note for row in rows] == ["", WORDS, "", ""]
-    assert [row.left_after_loss for row in rows] == [False, True, False, False]
-
-
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answers], twice: bool) -> None:
-    asker, other, slow = listeners
-    slow.delays = {1: ANSWER_SECONDS + 0.2}
-    asker.changes = {number: {"process_states": {"2": RUNNING}} for number in (1, 2)}
-    peers = [asker.server.endpoint, other.server.endpoint, slow.server.endpoint]
-
-    rows = poll_ranks(peers, asker.server.endpoint, twice=twice)
-
-    assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
-    assert [one.count for one in listeners] == [1 + twice, 1 + twice, 2]
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_rank_that_waits_for_a_disk_is_busy(listeners: list[_Answers], number: int) -> None:
-    """A rank that saved a checkpoint on a crowded machine was called idle, and got a report in place of a line."""
-    for listener in listeners:
-        listener.changes = {answer: {"busy_seconds": 0.0, "waits_for_disk": False} for answer in (1, 2)}
-    listeners[1].changes[number]["waits_for_disk"] = True
-    peers = [listener.server.endpoint for listener in listeners]
-
-    rows = poll_ranks(peers, peers[0], twice=True)
-
-    assert [row.is_busy for row in rows] == [False, True, False]
-
-
-def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(listeners: list[_Answers]) -> None:
-    peers = [listener.server.endpoint for listener in listeners]
-    view, background = GroupView(peers[2], peers), BackgroundTasks(2)
-    record = FailureRecord(view, cast(Any, _Saved()))
-    exchange = ReportExchange(view, record, background, warn_after_seconds=60.0)
-    arrived = compose([_waits(0)])
-    listeners[0].on_answer = lambda: record.finalize(arrived)
-
-    assert exchange.fetch(5, Failure("connection lost")) is arrived
-    assert [one.count for one in listeners] == [1, 0, 0]
-    background.close()
-
-
-def test_the_report_of_a_rank_that_was_found_late_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a load of 25 the search for an answering rank took all of the time: "the missing rank is not known"."""
-    composed = compose([_waits(0), _works(1)])
-    answers = [{}, asdict(composed)]
-
-    def answer(_message: Any) -> dict[str, Any]:
-        time.sleep(0.3)
-        return answers.pop(0)
-
-    seconds = [0.1, 60.0]
-    monkeypatch.setattr("legacy_ddp._watchdog.watchdog._report_seconds", lambda _size: seconds.pop(0))
-    server = StatusServer(0, answer, lambda _rank, _exit_reason: None)
-    server.start(None)
-    view, background = GroupView(server.endpoint, [server.endpoint]), BackgroundTasks(0)
-    exchange = ReportExchange(view, FailureRecord(view, cast(Any, _Saved())), background, warn_after_seconds=60.0)
-
-    found = exchange.fetch(5, Failure("connection lost"))
-
-    background.close()
-    server.close("")
-    assert found.text == composed.text
-    assert seconds == answers == []
-
-
-def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -> None:
-    rows = poll_ranks([one.server.endpoint for one in listeners], listeners[0].server.endpoint, twice=False)
-
-    assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
-    assert [one.count for one in listeners] == [1, 1, 1]
-
-
-class _Saved:
-    """A policy that keeps what is saved and what is logged."""
-
-    def __init__(self) -> None:
-        self.saved: list[str] = []
-        self.logged: list[str] = []
-
-    def save(self, report: Report, introduction: str = "") -> None:
-        self.saved.append(introduction + report.text)
-
-    def notify_loss(self, text: str, report: Report) -> None:
-        self.logged.append(f"{report.missing}: {text}")
-
-
-def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
-    policy: Any = _Saved()
-    peers = [listener.server.endpoint for listener in listeners]
-    record = FailureRecord(GroupView(peers[0], peers), policy)
-
-    for reason, ranks in (("connection lost", ()), ("rank 1 has ended", (1,)), ("rank 1 is silent", (1,))):
-        record.record_failure(Failure(reason, ranks=ranks), logs=True)
-
-    assert record.failure == Failure("connection lost")  # the first one ends the call
-    assert len(policy.saved) == len(policy.logged) == 2  # the third adds nothing
-    assert "missing rank 1" in policy.saved[1]

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from legacy_ddp._compare import MAX_LINES, MISSING, compare_rows, name_ranks
 from legacy_ddp._errors import TraceError
+from legacy_ddp._text import printable_lines
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding, OperationRow, Verdict
 from legacy_ddp.debug._diff.text import cause_parts, lines, on_ranks
@@ -108,6 +109,11 @@ def _refuse_other_files(output: Path) -> None:
         raise TraceError(f"{output} exists and is no report; name another place with -o, or remove it")
 
 
+def _shown(value: object) -> object:
+    """The value as a part of the page; code is Markup."""
+    return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def render(
     runs: Sequence[Run], comparison: Comparison, text: Sequence[str], progress: Progress = lambda _: None
 ) -> str:
@@ -126,7 +132,11 @@ def render(
     remaining = iter(divisions)
     environment = environment_rows(runs, [calls.ends for calls in series.calls])
     template = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+        autoescape=True,
+        finalize=_shown,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
     )
     return template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         page_tag=PAGE_TAG,
