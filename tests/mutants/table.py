@@ -442,12 +442,6 @@ TRANSPORT = (
         _EXCHANGES,
     ),
     Mutant(
-        "a refused call keeps the group busy",
-        "busy.release()\n            raise",
-        "busy\n            raise",
-        "tests/collectives/test_gradients_after_failures.py",
-    ),
-    Mutant(
         "a problem of a lower rank comes before a problem of more weight",
         "for texts in zip(*rows, strict=True) for rank, text in enumerate(texts) if text",
         "for rank, texts in enumerate(rows) for text in texts if text",
