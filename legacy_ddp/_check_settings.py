@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints,
 
 from legacy_ddp._errors import argument_errors
 
+CHECKS_VARIABLE = "LEGACY_DDP_CHECKS"
 LONGEST_SECONDS = 1e9  # seconds; far beyond it timedelta and the transport overflow
 # The values of a setting, in one place: for type checkers, and for the check of the arguments.
 Level = Literal["off", "info", "detail"]

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from legacy_ddp._check_settings import (
+    CHECKS_VARIABLE,
     LONGEST_SECONDS,
     Checks,
     Level,
@@ -17,10 +18,8 @@ from legacy_ddp._check_settings import (
     is_duration,
     refuse_without_effect,
 )
-from legacy_ddp._settings import TRANSPORTS, Transport
+from legacy_ddp._settings import TRANSPORT_VARIABLE, TRANSPORTS, Transport
 
-CHECKS_VARIABLE = "LEGACY_DDP_CHECKS"
-TRANSPORT_VARIABLE = "LEGACY_DDP_TRANSPORT"
 _TIMEOUT = "timeout_seconds"
 _NAMES_SEPARATOR = ":"
 

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from itertools import groupby, islice, takewhile
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -25,11 +25,12 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import LegacyDDPError, UnsynchronizedStepError
-from legacy_ddp._text import error_line, first_line, format_bytes, printable_lines, shorten
+from legacy_ddp._text import error_line, first_line, format_bytes, how_to_explain, printable_lines, shorten
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "")
 # Frames of these files between the script and the library, or between two frames of the library.
 INNER = (LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__)
+_BACKWARD = os.path.join(os.path.dirname(torch.__file__), "autograd", "graph.py")  # its frame calls the engine
 _PATHS = sysconfig.get_paths()
 _INSTALLED = tuple(os.path.join(_PATHS[kind], "") for kind in ("stdlib", "purelib", "platlib"))
 _MAX_COLUMNS = 200  # compiled code may have any name
@@ -108,14 +109,15 @@ def _log_items() -> list[str]:
     return [item.strip() for item in os.environ.get(LOG_VARIABLE, "").split(",") if item.strip()]
 
 
-def warn(rank: int, text: str, *, is_everywhere: bool = False) -> None:
+def warn(rank: int, text: str, section: str, *, is_everywhere: bool = False) -> None:
     """Show a ``UserWarning`` at the line of the script that led here. If a filter makes it an error, log it instead.
 
+    Its last line is the command that prints ``section`` of docs/errors.md, as in an error.
     The log record has level WARNING. An error on a single rank would end a call, or a step, while the other ranks go
     on. ``is_everywhere``: every rank has this text. Rank 0 shows it, and every rank with a configured log logs it.
     ``LEGACY_DDP_LOG=json`` logs every warning.
     """
-    text = printable_lines(text)
+    text = printable_lines(f"{text}\n{how_to_explain(section)}")
     is_logged = (is_everywhere and is_configured()) or "json" in _log_items()
     if is_logged:
         _log_warning(rank, text)
@@ -223,6 +225,28 @@ def script_lines() -> list[str]:
     """
     frames = (frame for frame in outward(sys._getframe(1)) if not _is_inner(frame))
     return [_line_of(frame) for frame in islice(frames, _MAX_LINES)]
+
+
+def hook_line() -> str:
+    """``train.py:12 in fused_step``: the line of the script that the backward pass of this thread runs, in the function
+    that torch called: a hook. Empty outside of a backward pass."""
+    if not internals.inside_backward():
+        return ""
+    inside = takewhile(lambda frame: frame.f_code.co_filename != _BACKWARD, outward(sys._getframe(1)))
+    of_script = [frame for frame in inside if not _is_inner(frame)]
+    return _line_of(of_script[-1]) if of_script else ""
+
+
+def defined_at(function: Callable[..., object]) -> str:
+    """``train.py:10 in fused_step``: where a function of the script begins. Empty for a function of torch or of the
+    library, and for one without code in Python."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)  # of a bound method
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    if code is None or code.co_filename.startswith(INNER):
+        return ""
+    return _place(code, code.co_firstlineno)
 
 
 def _line_of(frame: FrameType) -> str:

@@ -11,7 +11,7 @@ from legacy_ddp._agreement.header import Header, Headers
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import argument_errors
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
-from legacy_ddp._text import format_bytes, plain, printable, table, wrap
+from legacy_ddp._text import format_bytes, how_to_explain, plain, printable, table, wrap
 
 _MAX_ROWS = 16  # of a text; rows that stand out are shown before the rows of the first ranks
 
@@ -52,6 +52,18 @@ class RankRow:
     backward_seconds: float = 0.0
 
 
+class NoMetrics(dict[str, float]):
+    """The metrics of a call that exchanged nothing: an empty dict, whose KeyError says why the name is missing."""
+
+    def __missing__(self, name: str) -> float:
+        error = KeyError(
+            f"metric {name!r} has no sum: got a record of all_reduce() inside no_sync(), which exchanges nothing, "
+            "expected one of a call outside of the block; read the metrics after that call, or if record.synchronized"
+        )
+        error.add_note(how_to_explain("KeyError"))
+        raise error
+
+
 @dataclass(frozen=True)
 class SyncRecord:
     """Record of a call of ``all_reduce()`` on this rank. Host values, final when the call returns.
@@ -65,7 +77,8 @@ class SyncRecord:
     several hosts) or ``gloo``; empty for a single rank. ``seconds``: wall time of this rank per phase (plan, pack,
     agree, payload, alias; with ``checks="detail"`` also digest, with metrics metrics, with a communication hook hook,
     inside ``join()`` join, under a recorder observe). ``rank``: number of this rank, and index of its row. ``metrics``:
-    the sum of each metric over the ranks, equal on every rank, sorted by name.
+    the sum of each metric over the ranks, equal on every rank, sorted by name; empty for the no-op, where a name is a
+    KeyError that says so.
 
     Example:
         >>> model(inputs).sum().backward()
@@ -164,7 +177,7 @@ class SyncRecord:
         if len(norms) < len(rows):
             raise ValueError(
                 f"norms are missing: got those of {len(norms)} of {len(rows)} ranks, expected all; they are taken with "
-                'checks="info" on CPU, and on CUDA with Checks(nonfinite="raise")'
+                'checks="info" on CPU, and on CUDA with Checks(nonfinite="raise") or LEGACY_DDP_CHECKS=nonfinite=raise'
             )
         # In a join() finished ranks may count as zeros: then the mean over the participants is larger.
         scale = self.divisor / len(rows) if self.sample_size is None else 1.0

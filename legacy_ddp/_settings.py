@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp._check_settings import LONGEST_SECONDS, Checks, as_names, is_duration
+from legacy_ddp._check_settings import CHECKS_VARIABLE, LONGEST_SECONDS, Checks, as_names, is_duration
 from legacy_ddp._errors import argument_errors
 
 Transport = Literal["auto", "gloo", "host"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+TRANSPORT_VARIABLE = "LEGACY_DDP_TRANSPORT"
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEFAULT_CHECKS = Checks()
 _TORCH_DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
@@ -60,6 +61,8 @@ class CommHook:
 class Settings:
     """The arguments of a wrapper. A copy of the wrapper has all of them but ``comm_hook``, whose state is not shared.
 
+    ``by_environment``: only environment variables can set them, for :func:`all_reduce_gradients`.
+
     Raises:
         TypeError, ValueError: an unusable value; the text names the argument.
     """
@@ -73,6 +76,7 @@ class Settings:
     timeout_seconds: float | None = None
     transport: Transport = "auto"
     comm_hook: CommHook | None = None
+    by_environment: bool = False
 
     def __post_init__(self) -> None:
         size, dtype, seconds = self.buffer_size, self.reduce_dtype, self.timeout_seconds
@@ -117,6 +121,14 @@ class Settings:
                 "construct another wrapper for another hook"
             )
         return replace(self, comm_hook=hook)
+
+    def how_to_check(self, setting: str) -> str:
+        """How the user passes ``setting`` of the checks: ``Checks(uneven=...)`` or ``LEGACY_DDP_CHECKS=uneven=...``."""
+        return f"{CHECKS_VARIABLE}={setting.replace(chr(34), '')}" if self.by_environment else f"Checks({setting})"
+
+    def how_to_carry(self, transport: Transport) -> str:
+        """How the user chooses the transport."""
+        return f"set {TRANSPORT_VARIABLE}={transport}" if self.by_environment else f'pass transport="{transport}"'
 
     @property
     def shared(self) -> dict[str, str]:

@@ -98,7 +98,7 @@ def format_bytes(number: float) -> str:
 
 
 def how_to_explain(name: str) -> str:
-    """The last line of an error: the command that prints the section ``name`` of docs/errors.md."""
+    """The last line of an error or a warning: the command that prints the section ``name`` of docs/errors.md."""
     return f"meaning and next step: legacy-ddp explain {name}"
 
 

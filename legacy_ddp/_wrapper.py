@@ -25,7 +25,7 @@ from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_tra
 from legacy_ddp._errors import show_usable
 from legacy_ddp._interrupts import undone_by
 from legacy_ddp._log import log_construction, script_level
-from legacy_ddp._record import SyncRecord
+from legacy_ddp._record import NoMetrics, SyncRecord
 from legacy_ddp._settings import (
     CommHook,
     Settings,
@@ -34,7 +34,7 @@ from legacy_ddp._settings import (
     refuse_attribute,
     refuse_unknown,
 )
-from legacy_ddp._text import format_bytes
+from legacy_ddp._text import format_bytes, how_to_explain
 from legacy_ddp._transport.private_groups import GroupHandle
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp._watchdog import FORWARD, process_activity
@@ -48,7 +48,7 @@ else:
 
 _WORLD_SIZE = (
     "world_size is deprecated: it is only compared with the size of the process group; leave it out, and pass "
-    "process_group= and buffer_size= by keyword"
+    f"process_group= and buffer_size= by keyword\n{how_to_explain('Deprecated arguments')}"
 )
 
 
@@ -225,7 +225,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         """
         synchronizer, arguments = self._synchronizer, Arguments(sample_size, skip, metrics)
         if not synchronizer.policy.sync_enabled:
-            return SyncRecord(call=0, synchronized=False)
+            synchronizer.policy.idle_calls += 1
+            return SyncRecord(call=0, synchronized=False, metrics=NoMetrics())
         parameters, group = partial(synchronizer.planner.walk.columns, self.module), self._group.resolve()
         notice = None if self._joining is None else self._notify
         try:

@@ -11,6 +11,9 @@ import pytest
 
 import legacy_ddp
 from legacy_ddp import LegacyDDPError
+from legacy_ddp._collectives.check_interface import Check
+from legacy_ddp._collectives.check_list import CHECKS, LateRankReport
+from legacy_ddp.debug._explain import find, read_sections
 from tests.helpers import logged_warnings
 from tests.helpers.error_scenes import ERRORS, WARNINGS
 from tests.helpers.paths import ROOT
@@ -66,9 +69,10 @@ def _error(rank: int, scene: Callable[[int], None]) -> tuple[str, str]:
     return "no error", ""
 
 
-def _warnings(rank: int, scene: Callable[[int], None]) -> list[str]:
+def _warnings(rank: int, scene: Callable[[int], None]) -> list[tuple[str, str]]:
+    logged_warnings.sections()
     scene(rank)
-    return logged_warnings.take()
+    return [*zip(logged_warnings.take(), logged_warnings.sections(), strict=True)]
 
 
 def _assert_shown(section: str, printed: str) -> None:
@@ -79,6 +83,14 @@ def _assert_shown(section: str, printed: str) -> None:
         rest = rest.split(part, 1)[1]
 
 
+def _assert_explained(section: str, printed: str) -> None:
+    """Every line with enough words to be of one text leads to the section, pasted behind ``legacy-ddp explain``."""
+    lines = [line for line in printed.splitlines() if len(re.findall("[a-z]+", re.sub("'[^']*'", "", line))) >= 5]
+    assert lines
+    found = {line: [known.title for known in find(line, read_sections())] for line in lines}
+    assert {line: titles for line, titles in found.items() if section not in titles} == {}
+
+
 @pytest.mark.parametrize("section", ERRORS)
 def test_an_error_has_the_text_that_its_section_shows(section: str) -> None:
     for rank, (name, text) in enumerate(run_ranks(partial(_error, scene=ERRORS[section]), 3)):
@@ -86,10 +98,19 @@ def test_an_error_has_the_text_that_its_section_shows(section: str) -> None:
             continue
         assert name in section
         _assert_shown(section, text)
+        _assert_explained(section, text)
 
 
 @pytest.mark.parametrize("section", WARNINGS)
 def test_a_warning_has_the_text_that_its_section_shows(section: str) -> None:
-    (text,) = {*chain.from_iterable(run_ranks(partial(_warnings, scene=WARNINGS[section]), 3))}
+    ((text, command),) = {*chain.from_iterable(run_ranks(partial(_warnings, scene=WARNINGS[section]), 3))}
 
+    assert command == section  # the last line of the warning prints its section
     _assert_shown(section, text)
+    _assert_explained(section, text)
+
+
+def test_every_check_that_warns_has_a_section() -> None:
+    warning = [kind for kind in CHECKS if kind.observe is not Check.observe or kind.compare is not Check.compare]
+
+    assert {kind.section for kind in warning if kind is not LateRankReport} <= SECTIONS.keys()

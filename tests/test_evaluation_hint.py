@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 
 Model = LegacyDistributedDataParallel
@@ -176,7 +177,7 @@ def _all_cases(rank: int) -> dict[str, list[tuple[str, str]]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             case(build())
-        said[name] = [(warning.filename, str(warning.message)) for warning in caught]
+        said[name] = [(warning.filename, logged_warnings.text_of(warning)) for warning in caught]
     return said
 
 

@@ -97,10 +97,10 @@ def test_a_handler_that_gets_the_records_takes_the_place_of_the_lines(
 
 def test_a_warning_of_all_ranks_is_shown_once_on_rank_0_and_not_in_the_default_lines(tmp_path: Path) -> None:
     code = """
-        warn(0, "of all ranks", is_everywhere=True)
-        warn(1, "of all ranks", is_everywhere=True)
+        warn(0, "of all ranks", "Uneven work", is_everywhere=True)
+        warn(1, "of all ranks", "Uneven work", is_everywhere=True)
         warnings.simplefilter("error")
-        warn(0, "made an error")
+        warn(0, "made an error", "Uneven work")
     """
     (errors,) = _errors(tmp_path, code)
 

@@ -322,7 +322,7 @@ def test_uneven_work_is_warned_of_once_and_on_rank_0_naming_ranks_and_counts() -
         assert grads == pytest.approx([(0 + 1 + 2 + 2) / 3] * 3)
 
 
-def _uneven_filename(rank: int, how: str) -> list[str]:
+def _uneven_filename(rank: int, how: str) -> list[tuple[str, str]]:
     model = wrap()
     function = model.all_reduce if how == "method" else partial(all_reduce_gradients, model.module)
     with warnings.catch_warnings(record=True) as caught:
@@ -331,12 +331,16 @@ def _uneven_filename(rank: int, how: str) -> list[str]:
             for _ in range(micro_batches):
                 add_gradients(model, rank)
             function()
-    return [warning.filename for warning in caught]
+    # The last line before the command says where the check is set.
+    return [(w.filename, logged_warnings.text_of(w).splitlines()[-1]) for w in caught]
 
 
 @pytest.mark.parametrize("how", ["method", "function"])
-def test_the_warning_of_uneven_work_points_at_the_caller(how: str) -> None:
-    assert run_ranks(_uneven_filename, 2, how) == [[__file__], []]
+def test_the_warning_of_uneven_work_points_at_the_caller_and_at_what_the_caller_can_set(how: str) -> None:
+    where = {"method": "Checks(uneven=...)", "function": "LEGACY_DDP_CHECKS=uneven=..."}[how]
+    advice = f"pass sample_size= if they should, or see {where}"
+
+    assert run_ranks(_uneven_filename, 2, how) == [[(__file__, advice)], []]
 
 
 def _uneven_with_warnings_as_errors(rank: int, strict: tuple[int, ...]) -> tuple[list[str], list[float | None], int]:

@@ -139,7 +139,7 @@ def test_noise_is_refused_where_it_cannot_be_known() -> None:
         "noise_scale() compares ranks: got 1 that took part, expected at least 2",
         "noise_scale() compares ranks: got 0 that took part, expected at least 2",
         "norms are missing: got those of 0 of 2 ranks, expected all; they are taken with "
-        'checks="info" on CPU, and on CUDA with Checks(nonfinite="raise")',
+        'checks="info" on CPU, and on CUDA with Checks(nonfinite="raise") or LEGACY_DDP_CHECKS=nonfinite=raise',
     ]
 
     assert run_ranks(_too_little, 2) == [[("ValueError", text) for text in texts]] * 2
@@ -377,7 +377,7 @@ def _train(schedule: Sequence[Sequence[int]], dropout: float, checks: Checks, ra
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.all_reduce()
-        said += [(call, warning.filename, str(warning.message)) for warning in caught]
+        said += [(call, warning.filename, logged_warnings.text_of(warning)) for warning in caught]
         optimizer.step()
     return said
 
@@ -387,7 +387,7 @@ def _text(call: int, ranks: str) -> str:
         f"all_reduce() call {call}: norms of local gradients are equal on {ranks}, to the last bit, for 10 calls "
         "(warned once):\neither these ranks read the same data (same sampler seed, no DistributedSampler, ...),\n"
         "or their gradients do not depend on the data (dead ReLUs, a loss term of the weights alone, ...);\n"
-        "only norms were compared: look at a batch of each of these ranks; see legacy_ddp.Checks(same_data=...)"
+        "only norms were compared: look at a batch of each of these ranks; see Checks(same_data=...)"
     )
 
 
@@ -428,7 +428,7 @@ def _dead_critic(rank: int) -> list[str]:
             (model(torch.randn(8, 4, generator=generator)).mean() + penalty).backward()
             model.all_reduce()
             optimizer.step()
-    return [str(warning.message) for warning in caught]
+    return [logged_warnings.text_of(warning) for warning in caught]
 
 
 def test_ranks_with_gradients_that_do_not_depend_on_the_data_are_told_this_cause_too() -> None:
@@ -450,7 +450,7 @@ def _reduced_twice(rank: int) -> list[str]:
             norms = [[row.local_norm for row in model.all_reduce().rows] for model in models]
             assert norms[0][0] != norms[0][1]
             assert norms[1][0] == norms[1][1]
-    return [str(warning.message) for warning in caught]
+    return [logged_warnings.text_of(warning) for warning in caught]
 
 
 def test_gradients_that_another_wrapper_has_reduced_are_no_sign_of_the_same_data() -> None:
@@ -508,7 +508,7 @@ def _two_warnings(as_errors: bool, rank: int) -> list[tuple[int, str]]:
         with warnings.catch_warnings(record=not as_errors) as caught:
             warnings.simplefilter("error" if as_errors else "always")
             model.all_reduce()
-        said += [(call, str(warning.message)) for warning in caught or []] + [
+        said += [(call, logged_warnings.text_of(warning)) for warning in caught or []] + [
             (call, text) for text in logged_warnings.take()
         ]
     return [(call, text.split(": ")[1].split(" (")[0]) for call, text in said]
@@ -532,7 +532,7 @@ def _other_group(rank: int) -> list[str]:
             model.zero_grad()
             add_gradients(model, 1 + (rank == 2))
             model.all_reduce()
-    return [str(warning.message) for warning in caught]
+    return [logged_warnings.text_of(warning) for warning in caught]
 
 
 def test_calls_on_another_group_begin_anew() -> None:

@@ -25,7 +25,7 @@ from legacy_ddp._agreement.header import (
 )
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE
 from legacy_ddp._buckets.layout import MODULE
-from legacy_ddp._compare import Finding, compare_groups, compare_rows, name_ranks
+from legacy_ddp._compare import Finding, compare_groups, compare_rows, group_ranks, name_ranks
 from legacy_ddp._errors import (
     AgreedError,
     DesyncError,
@@ -36,10 +36,14 @@ from legacy_ddp._errors import (
 )
 from legacy_ddp._log import script_lines
 from legacy_ddp._reproducible.tree_reduce import format_splits, is_aligned
-from legacy_ddp._text import error_text
+from legacy_ddp._step_guard.surroundings import closure_advice, closure_owner, local_work
+from legacy_ddp._text import error_text, wrap
 from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.rows import Operation
 
 IGNORED = "it ignored (ignore=)"
+_OTHER_CALLS = "Ranks met in different calls"
+_OF_PARAMETERS = (Operation.ALL_REDUCE, Operation.CONSTRUCTION)  # their inventories have all parameters
 LAYOUT_ADVICE = "make the module and the settings alike on every rank"
 _MODULE_ADVICE = "wrap the same modules in the same order on every rank, and make their calls in the same order"
 
@@ -157,8 +161,13 @@ def agree(
                 or _find_other_layout(call, rows, inventory, layout_advice)
                 or _find_other_meaning(rows, [*mismatches, (Precedence.METRICS, of_metrics)])
             )
-            if problem is not None:
-                raise problem
+            try:
+                if problem is not None:
+                    raise _in_context(call, rows, problem)
+            finally:
+                del problem  # its traceback holds this frame, and the call and the wrapper would live on with it
+        if call.operation in _OF_PARAMETERS:
+            call.group_state.agreed = call.operation, call.number, inventory
         if not call.groups.endpoints_exchanged:
             call.exchange_endpoints()
     return agreement
@@ -211,6 +220,33 @@ def ranks_where(call: Call, is_true: bool) -> tuple[int, ...]:
     return tuple(values.nonzero().flatten().tolist())
 
 
+def _in_context(call: Call, rows: Sequence[Header], problem: AgreedError) -> AgreedError:
+    """Collective: ``problem`` with the wrapper of the call, if a rank has several, and what surrounds a DesyncError."""
+    # A rank that failed before the exchange, or has another version of the library, gathers nothing here.
+    if isinstance(problem, PeerError) or len({row.version for row in rows}) > 1:
+        return problem
+    wrappers, notes = gather_context(call)
+    text = str(problem)
+    head, colon, rest = text.partition(":")
+    if wrappers and len({row.wrapper_id for row in rows}) == 1 and head in (rows[0].call_name, _OTHER_CALLS):
+        text = f"{head} of {wrappers[0]}{colon}{rest}"
+    if isinstance(problem, DesyncError):
+        text = "\n".join([text, *(line for note in notes for line in wrap(note, "  "))])
+    problem.args = (text,)
+    return problem
+
+
+def gather_context(call: Call) -> tuple[list[str], list[str]]:
+    """Collective: the names of the wrappers that the ranks are in, of ranks with several, and what surrounds the call:
+    differences between ranks in their ``no_sync()`` blocks, and the closure of an optimizer step."""
+    context = {"wrapper": call.wrapper_name, "work": local_work(), "closure": closure_owner()}
+    of_ranks = call.gather_objects(context)
+    work = compare_rows([of_rank["work"] for of_rank in of_ranks])
+    closures = [(owner, ranks) for owner, ranks in group_ranks([of_rank["closure"] for of_rank in of_ranks]) if owner]
+    notes = [*map(str, work.differences), *(closure_advice(name_ranks(ranks), owner) for owner, ranks in closures)]
+    return [of_rank["wrapper"] for of_rank in of_ranks if of_rank["wrapper"]], notes
+
+
 def _find_failure(call: Call, rows: Sequence[Header], own_text: str) -> AgreedError | None:
     """The error for failed ranks; None also if all ranks failed with the same text. ``own_text``: of this rank's error.
 
@@ -239,7 +275,7 @@ def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
     ]
     findings = (compare_rows(calls), _find_other_line([of_rank["lines"] for of_rank in details]))
     text = "\n".join(str(finding) for finding in findings if finding)
-    text = f"ranks met in different calls:\n{text}\nlet every rank make the same calls in the same order"
+    text = f"{_OTHER_CALLS[0].lower()}{_OTHER_CALLS[1:]}:\n{text}\nlet every rank make the same calls in the same order"
     # Only the calls name ranks: a rank may make the same call from another line.
     return agreed_error(DesyncError, rows, text, compare_rows(calls).ranks)
 
@@ -266,15 +302,45 @@ def _find_other_layout(
 ) -> AgreedError | None:
     if len({row.layout for row in rows}) == 1:
         return None
-    details = call.gather_distinct({"inventory": dict(inventory), "ignored": sorted(call.ignored)})
+    since, changes = _changes_of_own(call, inventory)
+    own = {"inventory": dict(inventory), "ignored": sorted(call.ignored), "since": since, "changes": changes}
+    details = call.gather_distinct(own)
     finding = compare_groups(_with_ignored(details))
     names = [item.name for item in finding.differences]
     advice = _MODULE_ADVICE if MODULE in names else advice
-    text = f"ranks hold different parameters, buffers or settings:\n{finding}\n{advice}"
+    lines = [str(finding), *_describe_changes(details), advice]
+    text = "\n".join(["ranks hold different parameters, buffers or settings:", *lines])
     error = agreed_error(LayoutError, rows, text, finding.ranks)
     if len(names) == 1 and names[0].startswith("parameter "):
         error.parameter = names[0].removeprefix("parameter ").strip("'")
     return error
+
+
+def _changes_of_own(call: Call, inventory: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+    """Since which call this rank has other parameters than all ranks had, and what it has added or removed."""
+    if call.group_state.agreed is None:
+        return "", {}
+    operation, number, before = call.group_state.agreed
+    kinds = {name.partition(" ")[0] for name in inventory} & {name.partition(" ")[0] for name in before}
+    changes = {name: "added" for name in inventory if name not in before}
+    changes |= {name: "removed" for name in before if name not in inventory}
+    since = "construction" if operation == Operation.CONSTRUCTION else f"{operation} call {number}"
+    return since, {name: change for name, change in changes.items() if name.partition(" ")[0] in kinds}
+
+
+def _describe_changes(details: Sequence[tuple[Mapping[str, Any], tuple[int, ...]]]) -> list[str]:
+    """A line for what only some ranks have added, or removed, since all ranks held the same."""
+    lines = []
+    for held, ranks in details:
+        others = [other["inventory"] for other, _ in details if other is not held]
+        one, many = name_ranks(ranks), len(ranks) > 1
+        for change, has in (("added", "have" if many else "has"), ("removed", "lack" if many else "lacks")):
+            names = [name for name, how in held["changes"].items() if how == change]
+            names = [name for name in names if any((name in other) is (change == "removed") for other in others)]
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                lines += wrap(f"only {one} {has} {names[0]}{more}, {change} after {held['since']}", "  ")
+    return lines
 
 
 def _with_ignored(

@@ -99,7 +99,7 @@ def _compare(synchronizer: Synchronizer, step: LocalStep, agreement: Agreement) 
     """Collective where a check finds a reason: errors and warnings of all ranks."""
     for check in synchronizer.checks.with_compare:
         if check.is_on and (text := check.compare(step, agreement)):
-            synchronizer.warnings.add_everywhere(step.call, text)
+            synchronizer.warnings.add_everywhere(step.call, text, check.section)
 
 
 def _end(synchronizer: Synchronizer, step: LocalStep) -> None:
@@ -126,8 +126,8 @@ def _record(
     call, divisor = step.call, agreement.divisor
     checks, observers = synchronizer.checks, synchronizer.observers
     if call.groups.rank == 0 and checks.observing:
-        for text in checks.observe(step, agreement):
-            synchronizer.warnings.add(text)
+        for check, text in checks.observe(step, agreement):
+            synchronizer.warnings.add(call, text, check.section)
     record = SyncRecord(
         call=call.number,
         synchronized=True,

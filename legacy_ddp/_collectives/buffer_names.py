@@ -22,6 +22,8 @@ class BufferNames(Check):
     compared elsewhere (``_replicas``), where a buffer of some ranks alone cannot be.
     """
 
+    section = "Buffers of some ranks"
+
     def __init__(self, subject: Subject) -> None:
         settings, checks = subject.settings, subject.settings.checks
         self.is_on = subject.wrapper is not None and (checks.compares_replicas or checks.rotates_digests)

@@ -46,7 +46,8 @@ class Check:
     """A check of a set of parameters. A subclass overrides the methods that it needs; the methods here do nothing.
 
     Every rank has an object of every check, whatever its settings. ``is_on``: the settings of this rank want the check,
-    and it was not closed. ``precedence``: the place of the error of :meth:`mismatch` among such errors.
+    and it was not closed. ``precedence``: the place of the error of :meth:`mismatch` among such errors. ``section``: of
+    docs/errors.md, about the warnings of the check.
 
     Settings may differ between ranks. So a decision that ranks make together (an error, an exchange) follows from the
     facts of all ranks, of which one is a flag that the rank takes part, and from memory that is equal on all ranks.
@@ -58,6 +59,7 @@ class Check:
     """
 
     precedence = Precedence.OTHER
+    section = ""
     is_on = True
 
     def __init__(self, subject: Subject) -> None:
@@ -99,22 +101,22 @@ class Check:
 class Warnings:
     """The warnings of a set of parameters that wait for the end of the call.
 
-    ``pending``: the rank of the log record, the text, and whether every rank has this text.
+    ``pending``: the rank of the log record, the text, its section, and whether every rank has this text.
     """
 
     def __init__(self) -> None:
-        self.pending: list[tuple[int, str, bool]] = []
+        self.pending: list[tuple[int, str, str, bool]] = []
 
-    def add(self, text: str) -> None:
+    def add(self, call: Call, text: str, section: str) -> None:
         """Add a warning of rank 0 alone."""
-        self.pending.append((0, text, False))
+        self.pending.append((0, call.name_in_full(text), section, False))
 
-    def add_everywhere(self, call: Call, text: str) -> None:
-        """Add a warning with the same text on every rank."""
-        self.pending.append((call.groups.rank, text, True))
+    def add_everywhere(self, call: Call, text: str, section: str) -> None:
+        """Add a warning that every rank has."""
+        self.pending.append((call.groups.rank, call.name_in_full(text), section, True))
 
     def emit(self) -> None:
         """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
         while self.pending:
-            rank, text, is_everywhere = self.pending.pop(0)
-            warn(rank, text, is_everywhere=is_everywhere)
+            rank, text, section, is_everywhere = self.pending.pop(0)
+            warn(rank, text, section, is_everywhere=is_everywhere)

@@ -96,6 +96,7 @@ class UnevenWork(Check):
     """
 
     precedence = Precedence.UNEVEN
+    section = "Uneven work"
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.uneven == "warn"
@@ -112,7 +113,7 @@ class UnevenWork(Check):
             return None
         return (
             f"{step.call}: ranks bring uneven work (warned once):\n{finding}\n"
-            "pass all_reduce(sample_size=...) if they should, or see legacy_ddp.Checks(uneven=...)"
+            f"pass sample_size= if they should, or see {step.call.settings.how_to_check('uneven=...')}"
         )
 
 
@@ -122,6 +123,8 @@ class SameData(Check):
     Gradients that do not depend on the data have equal norms, too. Data themselves are not compared: a digest of the
     inputs would cost every forward.
     """
+
+    section = "The same data"
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.warns_of_same_data
@@ -150,7 +153,8 @@ class SameData(Check):
             "(warned once):\n"
             "either these ranks read the same data (same sampler seed, no DistributedSampler, ...),\n"
             "or their gradients do not depend on the data (dead ReLUs, a loss term of the weights alone, ...);\n"
-            "only norms were compared: look at a batch of each of these ranks; see legacy_ddp.Checks(same_data=...)"
+            "only norms were compared: look at a batch of each of these ranks; see "
+            f"{step.call.settings.how_to_check('same_data=...')}"
         )
 
 
@@ -159,6 +163,8 @@ class UnclearedGradients(Check):
 
     Neither several calls for one step nor gradients that were cleared in part are reported.
     """
+
+    section = "Gradients that were not cleared"
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.level != "off"
@@ -226,6 +232,8 @@ class DividedResults(Check):
 class MergedMicroBatches(Check):
     """Several backward passes were added as a single leaf of the tree."""
 
+    section = "Merged micro-batches"
+
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.reproducible and subject.settings.checks.level != "off"
 
@@ -252,6 +260,8 @@ class EvaluationHint(Check):
     whether this rank has updated them. Layers with a buffer that is ignored, or named in ``Checks(local_buffers=)``, do
     not count.
     """
+
+    section = "Statistics of each rank"
 
     def __init__(self, subject: Subject) -> None:
         settings = subject.settings
@@ -287,7 +297,7 @@ class EvaluationHint(Check):
         if self._has_reduced and updated:
             self.is_on = False
             if self._is_speaker:
-                warn(_SPEAKER, _describe_evaluation(updated))
+                warn(_SPEAKER, _describe_evaluation(updated), self.section)
 
     def _layers(self) -> dict[str, tuple[str, int]]:
         """Kind and version of each layer with statistics that count."""
@@ -358,12 +368,12 @@ class CheckList:
         """As :meth:`LateNonFiniteGradients.flush`."""
         return self._late.flush(call)
 
-    def observe(self, step: LocalStep, agreement: Agreement) -> Iterator[str]:
-        """The texts of rank 0 for a call. A check with a text is not asked again."""
+    def observe(self, step: LocalStep, agreement: Agreement) -> Iterator[tuple[Check, str]]:
+        """The checks with a text of rank 0 for a call, which are not asked again."""
         for check in tuple(self.observing):
             if text := check.observe(step, agreement):
                 self.observing.remove(check)
-                yield text
+                yield check, text
 
 
 def _overriding(checks: Sequence[Check], method: str) -> list[Check]:

@@ -37,7 +37,7 @@ _FINDINGS = {
 _ANY = sum(_FINDINGS)
 _ADVICE = (
     "clip and unscale after all_reduce(): before the call, a rank limits its own gradient and not the mean, and sees "
-    "no infinity of another rank; see Checks(edited=...)"
+    "no infinity of another rank; see "
 )
 
 
@@ -123,6 +123,8 @@ def _is_limit(plan: Plan, packed: Packed, limit: float) -> bool:
 class EditedGradients(Check):
     """Warns once, or raises, if gradients were unscaled or clipped before the call."""
 
+    section = "Gradients were changed before the call"
+
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.edited_policy != "allow"
         self._raises = subject.settings.checks.edited_policy == "raise"
@@ -160,7 +162,7 @@ class EditedGradients(Check):
         lines = [f"{call}: gradients changed between backward and the call:"]
         lines += [line for ranks, text in told for line in wrap(f"{name_ranks(ranks)}: {text}", "  ")]
         lines += wrap(f"in a model with {len(names)} parameters, {names[0]!r} among them", "  ")
-        lines += wrap(_ADVICE)
+        lines += wrap(f"{_ADVICE}{call.settings.how_to_check('edited=...')}")
         if self._raises:
             ranks = sorted({rank for ranks, _ in told for rank in ranks})
             raise EditedGradientError("\n".join(lines), ranks=ranks, call=call.number, phase="agree")

@@ -25,6 +25,7 @@ from legacy_ddp._collectives.late_rows import Part, Ring, Row
 from legacy_ddp._collectives.nonfinite import (
     MAX_NAMES,
     NonFinite,
+    NonFiniteGradients,
     describe_nonfinite,
     describe_rank,
     inspect,
@@ -87,6 +88,8 @@ class _Ring(Ring[_Searched]):
 class LateNonFiniteGradients(Check):
     """Warns of non-finite gradients on a device, some calls later. Not collective while all gradients are finite."""
 
+    section = NonFiniteGradients.section
+
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.nonfinite_policy == "warn"
         self._rings: weakref.WeakKeyDictionary[Groups, _Ring] = weakref.WeakKeyDictionary()
@@ -137,11 +140,12 @@ class LateNonFiniteGradients(Check):
             return _begin_parts(step, ring)
         except (RuntimeError, TypeError) as error:  # a backend without one of the operations
             self._is_unable = True
+            advice = step.call.settings.how_to_check('nonfinite="raise"')
             text = (
                 f"{step.call}: gradients on this device cannot be searched for NaN and infinity ({error_line(error)}); "
-                'not tried again; see Checks(nonfinite="raise")'
+                f"not tried again; see {advice}"
             )
-            warn(step.call.groups.rank, text)
+            warn(step.call.groups.rank, text, self.section)
             return {}
 
     def _judge(self, call: Call, ring: _Ring, words: Sequence[int]) -> str | None:
@@ -171,7 +175,7 @@ class LateNonFiniteGradients(Check):
             found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
         if all(may_overflow(details.scale) for details in found):
             return None
-        return describe_nonfinite(name, ranks, found, reaction="warn", found_in=str(call))
+        return describe_nonfinite(name, ranks, found, call.settings, reaction="warn", found_in=str(call))
 
 
 def _has_bit(word: int, number: int) -> bool:
@@ -222,4 +226,4 @@ def _tell_rest(ring: _Ring) -> None:
             f"{ring.call_names[number]}: non-finite gradients on rank {ring.rank}, found after its last call:\n"
             f"  {describe_rank(details)}"
         )
-        warn(ring.rank, text)
+        warn(ring.rank, text, NonFiniteGradients.section)

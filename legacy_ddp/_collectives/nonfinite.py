@@ -19,6 +19,7 @@ from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import NonFiniteGradientError
+from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.step_counter import used_scaler, watch_scalers
 from legacy_ddp._text import TIE, error_line, wrap
 from legacy_ddp._torch import device as devices
@@ -51,6 +52,8 @@ class NonFinite:
 
 class NonFiniteGradients(Check):
     """Raises, warns, or lets all ranks skip the step, if a participating rank has a non-finite gradient."""
+
+    section = "Gradients are not finite"
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.nonfinite_policy != "ignore"
@@ -100,7 +103,9 @@ class NonFiniteGradients(Check):
             found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
         if reaction != "skip" and all(may_overflow(details.scale) for details in found):
             return None
-        text = describe_nonfinite(str(call), ranks, found, reaction=reaction, skipped_calls=self._skipped_calls)
+        text = describe_nonfinite(
+            str(call), ranks, found, call.settings, reaction=reaction, skipped_calls=self._skipped_calls
+        )
         if reaction == "raise":
             names = [name for rank in ranks for name in found[rank].counts]
             parameter = names[0] if names else None
@@ -130,6 +135,7 @@ def describe_nonfinite(
     call_name: str,
     ranks: Sequence[int],
     found: Sequence[NonFinite],
+    settings: Settings,
     *,
     reaction: Nonfinite,
     skipped_calls: int = 0,
@@ -145,7 +151,8 @@ def describe_nonfinite(
     lines = [f"{name_ranks(same)}: {text}" for text, same in list(by_text.items())[:MAX_LINES]]
     if len(by_text) > MAX_LINES:
         lines.append(f"... {sum(map(len, list(by_text.values())[MAX_LINES:]))} more ranks, each with different details")
-    steps = _next_steps([found[rank] for rank in ranks], found, reaction, skipped_calls, is_late=bool(found_in))
+    affected = [found[rank] for rank in ranks]
+    steps = _next_steps(affected, found, settings, reaction, skipped_calls, is_late=bool(found_in))
     wrapped = [line for text in lines for line in wrap(text, "  ", break_words=False, ties=True)]
     wrapped += [line for text in steps for line in wrap(text, break_words=False)]
     where = f"in {found_in}, when the device had told them" if found_in else "before they were exchanged"
@@ -155,6 +162,7 @@ def describe_nonfinite(
 def _next_steps(
     affected: Sequence[NonFinite],
     found: Sequence[NonFinite],
+    settings: Settings,
     reaction: Nonfinite,
     skipped_calls: int,
     *,
@@ -179,21 +187,23 @@ def _next_steps(
     if reaction == "warn":
         received, stop = ("has got them", "in time") if is_late else ("gets them now", "here instead")
         yield (
-            f"every rank {received} (warned once until all are finite again); see legacy_ddp.Checks(nonfinite=...) "
-            f"to stop {stop}"
+            f"every rank {received} (warned once until all are finite again); see "
+            f"{settings.how_to_check('nonfinite=...')} to stop {stop}"
         )
+    takes_scaler = not settings.by_environment
+    pass_it = "pass it as Checks(grad_scaler=...) on all ranks, or " if takes_scaler else ""
     users = [rank for rank, details in enumerate(found) if details.has_other_scaler]
     if users and reaction == "skip":
         yield (
-            f"a GradScaler of {name_ranks(users)} was not passed, and its step() fails without gradients: pass it as "
-            "Checks(grad_scaler=...) on all ranks, or step only if record.skipped is False"
+            f"a GradScaler of {name_ranks(users)} was not passed, and its step() fails without gradients: {pass_it}"
+            "step only if record.skipped is False"
         )
-    elif users:
+    elif users and takes_scaler:
         yield (
             f"a GradScaler of {name_ranks(users)} was not passed: pass the scaler as Checks(grad_scaler=...) on all "
             "ranks, and a step that the scaler skips is no error"
         )
-    if reaction == "warn" and not scales:
+    if reaction == "warn" and not scales and takes_scaler:
         yield "if a loss scaler of your own skips such steps, pass the scaler as Checks(grad_scaler=...)"
 
 

@@ -11,13 +11,13 @@ were found to be statistics, after a broadcast of parameters, or after a call th
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.agree import Agreement, gather_context
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.late_rows import Ring, Row
@@ -32,7 +32,9 @@ from legacy_ddp._text import error_line
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
 
-_WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
+_WARNED_ONCE = (
+    '(warned once for these tensors and ranks; checks="detail" finds the step;\n    see Checks(divergence=...))'
+)
 # A word in the header: a digest of 55 bits, and the age of a row.
 _DIGESTS = 2**55
 _AGE_BITS = 8
@@ -90,6 +92,8 @@ class _Ring(Ring[Reading]):
 class Replicas(Check):
     """Compares the replicas of all ranks. ``digests``: of this rank; None if nothing is compared."""
 
+    section = "Replicas differ"
+
     def __init__(self, subject: Subject) -> None:
         settings, planner, wrapper = subject.settings, subject.planner, subject.wrapper
         checks, policy = settings.checks, planner.counter.policy
@@ -133,7 +137,8 @@ class Replicas(Check):
             report = self._compare_digests(call, digests, agreement)
         if report is None:
             return None
-        error = divergence_error(call, report)
+        _, notes = gather_context(call)
+        error = divergence_error(call, replace(report, notes=(*report.notes, *notes)))
         if call.checks.compares_replicas or call.checks.divergence == "raise":
             raise error
         return f"{error}\n  {_WARNED_ONCE}"
@@ -207,7 +212,7 @@ class Replicas(Check):
             f"{call}: replicas on this device cannot be digested ({reason}); not tried again, and not compared on any "
             'rank; see Checks("detail", every=N)'
         )
-        warn(call.groups.rank, text)
+        warn(call.groups.rank, text, self.section)
 
     def _compare_row(self, call: Call, digests: LateRotatingDigests, agreement: Agreement) -> ReplicaReport | None:
         """Compare the digests of an earlier call, if its row is the next, and every rank has a digest."""

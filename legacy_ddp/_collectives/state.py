@@ -19,6 +19,7 @@ from legacy_ddp._buckets.plan import Columns, Plan, Planner
 from legacy_ddp._check_settings import Checks
 from legacy_ddp._collectives.check_interface import Subject, Warnings
 from legacy_ddp._collectives.check_list import make_checks
+from legacy_ddp._collectives.late_nonfinite import LateNonFiniteGradients
 from legacy_ddp._collectives.replicas import Replicas
 from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
@@ -196,7 +197,7 @@ class Synchronizer:
         """Collective, if all ranks have the flag of ``checks.flush_flag()`` in their headers: wait for the devices, and
         add the warning about earlier calls. The caller shows it."""
         if agreement.common_flags & Flag.WATCHED and (text := self.checks.flush(call)):
-            self.warnings.add_everywhere(call, text)
+            self.warnings.add_everywhere(call, text, LateNonFiniteGradients.section)
 
     def note_new_parameters(self, plan: Plan) -> None:
         """Note a broadcast of the parameters, which does not count as a step."""
@@ -236,7 +237,7 @@ def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tup
     except (TypeError, ValueError) as error:
         if not dist.is_initialized():
             raise
-        return Synchronizer(Settings(checks=_UNGUARDED)), partial(_raise, error)
+        return Synchronizer(Settings(checks=_UNGUARDED, by_environment=True)), partial(_raise, error)
 
 
 _of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictionary()
@@ -244,7 +245,10 @@ _of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictio
 
 def _new(module: nn.Module | None = None) -> Synchronizer:
     settings = Settings(
-        transport=resolve_transport("auto"), checks=resolve_checks(_UNGUARDED), timeout_seconds=resolve_timeout(None)
+        transport=resolve_transport("auto"),
+        checks=resolve_checks(_UNGUARDED),
+        timeout_seconds=resolve_timeout(None),
+        by_environment=True,
     )
     return Synchronizer(settings, module=module)
 

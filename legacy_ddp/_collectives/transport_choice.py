@@ -129,7 +129,8 @@ class Transport:
     def _impossible(self, call: Call, reason: str) -> TransportError:
         any_more = " any more" if self._choice == HOST else ""
         return TransportError(
-            f'{call}: transport="host" is not possible{any_more}: {reason}; mend the cause, or pass transport="auto"',
+            f'{call}: transport="host" is not possible{any_more}: {reason}; mend the cause, or '
+            f"{call.settings.how_to_carry('auto')}",
             call=call.number,
             phase="agree",
         )
@@ -192,9 +193,9 @@ class Transport:
         text = (
             f"{call}: shared memory is not possible any more (warned once):\n{self._fallback}\n"
             "gloo carries the gradients of this model from now on: slower, and with sums that may be rounded in another"
-            '\norder; mend the cause and start again, or pass transport="gloo"'
+            f"\norder; mend the cause and start again, or {call.settings.how_to_carry('gloo')}"
         )
-        self._warnings.add_everywhere(call, text)
+        self._warnings.add_everywhere(call, text, "Shared memory has failed")
 
     def _route_for(self, layout: Layout, memory: PeerMemory | None) -> Route:
         """The route of a layout, kept from call to call: other settings make a new layout, too.

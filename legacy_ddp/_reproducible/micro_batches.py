@@ -88,6 +88,7 @@ class Leaves:
         self._counter = counter
         self._accumulations = 0  # of backward into any .grad, at the end of the last block
         self._sentinel: ZeroGradSentinel | None = None
+        self._plan: Plan | None = None  # of the first leaf
         self._problem: Exception | None = None
         self._is_dropping = False  # also after an exception in drop(), until the leaves are dropped
 
@@ -131,8 +132,9 @@ class Leaves:
             self._problem = None  # last: incomplete sums are never taken for complete ones
             raise problem
         if not self.sums.fits(plan):
+            error = _changed_parameters(self._plan, plan)
             self.drop()
-            raise _changed_parameters()
+            raise error
         grads = self._grads_of(plan)
         if any(grad is not None for grad in grads) or _changes_memory(plan):
             self._add_waiting()
@@ -162,7 +164,7 @@ class Leaves:
         if self._sentinel is not None:
             self._sentinel.remove()
         self.sums.clear()
-        self._accumulations, self._sentinel = 0, None
+        self._accumulations, self._sentinel, self._plan = 0, None, None
         self._counter.policy.has_leaves = False
         self._counter.note_gradients_removed(keep_counts=False)
         self._is_dropping = False
@@ -208,13 +210,14 @@ class Leaves:
     def _end_block(self, plan: Plan) -> None:
         """Turn the gradients in ``.grad`` into a leaf."""
         if not self.sums.fits(plan):
-            raise _changed_parameters()
+            raise _changed_parameters(self._plan, plan)
         check_complete(self._counter.incomplete(plan.parameters))
         grads = self._grads_of(plan)
         kinds = kinds_of(grads)
         plan.collect(grads)
         _zero_absent_slots(plan, kinds)
         self.sums.hold(kinds)
+        self._plan = self._plan or plan
         for parameter in plan.parameters:
             parameter.grad = None
         self._accumulations = self._counter.accumulations
@@ -262,11 +265,36 @@ class Leaves:
         return self._counter.accumulations != self._accumulations
 
 
-def _changed_parameters() -> GradientError:
+def _changed_parameters(before: Plan | None, plan: Plan) -> GradientError:
+    """The error for parameters other than those of the first leaf, with the first of them."""
+    changes = [] if before is None else list(_changes(before, plan))
+    first, how = changes[0] if changes else ("", "")
+    more = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
     return GradientError(
-        "parameters changed between the micro-batches of a step: gradients of the earlier micro-batches do not fit any "
-        "more; zero_grad() and do the step again from its first micro-batch, on every rank"
+        f"parameters changed between the micro-batches of a step{first and f' ({first} {how}{more})'}: gradients of "
+        "the earlier micro-batches do not fit any more; freeze, thaw and replace parameters between two steps; "
+        "zero_grad() and do the step again from its first micro-batch, on every rank",
+        parameter=first.removeprefix("parameter ").strip("'") or None,
     )
+
+
+def _changes(before: Plan, now: Plan) -> Iterator[tuple[str, str]]:
+    """Each parameter that differs between two plans, and how."""
+    facts = [plan.layout.inventory for plan in (before, now)]
+    tensors = [
+        {f"parameter {slot.name!r}": tensor for slot, tensor in zip(plan.layout.slots, plan.parameters, strict=True)}
+        for plan in (before, now)
+    ]
+    for name in dict.fromkeys([*facts[0], *facts[1]]):
+        old, new = (of_plan.get(name) for of_plan in facts)
+        if old is None or new is None:
+            yield name, "is new" if old is None else "is not there any more"
+        elif (", frozen" in old) is not (", frozen" in new):
+            yield name, "was frozen, and is trainable now" if ", frozen" in old else "was trainable, and is frozen now"
+        elif old != new:
+            yield name, f"was {old}, and is {new} now"
+        elif tensors[0].get(name) is not tensors[1].get(name):
+            yield name, "is another tensor now"
 
 
 def _changes_memory(plan: Plan) -> bool:

@@ -33,26 +33,34 @@ _divided: dict[int, set[int]] = {}  # the same
 _sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
 
 
-@dataclass(slots=True)
+policies: "list[weakref.ref[StepPolicy]]" = []  # of every counter that exists
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class StepPolicy:
     """Whether steps are guarded, which ``no_sync()`` blocks are open, and the parts of the present step.
 
     ``module_class``: of the wrapped module, empty for parameters without one. ``has_leaves``: gradients were removed
     from ``.grad`` to be summed, and wait for the call. ``has_local_steps``: a step inside a ``no_sync()`` block has
-    used gradients since the last call. ``forwards``: forward passes of the wrapper since the last call, with gradients
-    enabled. ``passes``: that an exception has ended, or that still run.
+    used gradients since the last call. ``idle_calls``: the calls inside such blocks since then. ``forwards``: forward
+    passes of the wrapper since the last call, with gradients enabled. ``passes``: that an exception has ended, or that
+    still run.
     """
 
     guarded: bool
     module_class: str = ""
     has_leaves: bool = False
     has_local_steps: bool = False
+    idle_calls: int = 0
     forwards: int = 0
     passes: OpenPasses = field(default_factory=OpenPasses)
     clock: StepClock = field(default_factory=StepClock)
     # The thread of each open no_sync() block, the outermost first. Blocks of two threads end in any order. The steps of
     # a dictionary need no lock, and may be repeated after an exception.
     _open_blocks: dict[object, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        policies.append(weakref.ref(self, policies.remove))
 
     @property
     def sync_enabled(self) -> bool:
@@ -450,7 +458,7 @@ class BackwardCounter:
                 self._versions[index] = parameters[index]._version
         self._counts[:] = [0] * len(self._counts)
         self._sums.clear()
-        self.policy.has_local_steps, self.policy.forwards = False, 0
+        self.policy.has_local_steps, self.policy.idle_calls, self.policy.forwards = False, 0, 0
         self.policy.passes.forget()
         for hook in self._hooks if self._has_earlier_results else ():
             hook.earlier_result = None

@@ -1,6 +1,6 @@
 """The refusal of an optimizer step with unreduced gradients: the guard for a forgotten call."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any
 
@@ -8,13 +8,23 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import GradientError, UnsynchronizedStepError
-from legacy_ddp._log import shorten_display
+from legacy_ddp._log import defined_at, hook_line, shorten_display
 from legacy_ddp._step_guard import frozen_gradients
 from legacy_ddp._step_guard.backward_counter import BackwardHook, is_any_counting, is_any_divided_again
 from legacy_ddp._step_guard.frozen_gradients import FrozenHook
 from legacy_ddp._text import printable
 from legacy_ddp._torch import device as devices
 
+_FORGOTTEN = (
+    "call model.all_reduce() between backward() and step(); a step meant for this\n"
+    'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
+    "switches this check off"
+)
+_IN_HOOK = (
+    "this step() runs inside of backward(), in a hook of the script:\n  {}\n"
+    "remove this hook: there is no place for all_reduce() before its step(); step\n"
+    "once, after backward() and model.all_reduce()"
+)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -51,7 +61,7 @@ def _checked(closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> C
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raise before anything changes if the step would use a gradient of this rank alone, or a result divided again."""
-    if is_any_counting() or frozen_gradients.with_gradients:
+    if is_any_counting() or frozen_gradients.with_gradients or internals.inside_backward():
         _refuse_unsynchronized(optimizer)
     if is_any_divided_again():
         _refuse_divided_again(optimizer)
@@ -97,6 +107,8 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
     A parameter is unsynchronized if backward reached it after the last call of every counter on it: where several
     wrappers share a parameter, a single call is enough. A counter inside ``no_sync()`` lets every step pass, and
     marks the counted gradients as consumed. Leaves are not consumed: they wait for the call whatever a step does.
+    ``is_in_backward``: the step runs in a hook, perhaps before the hook that counts: a gradient that no call left is
+    new.
     """
     for parameter, hooks in zip(parameters, internals.accumulate_hooks(parameters), strict=True):
         guard: BackwardHook | FrozenHook | None = None
@@ -118,9 +130,12 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
 
 
 def _waits_for_call(hook: BackwardHook | FrozenHook, parameter: torch.Tensor) -> bool:
-    """Whether backward has made the gradient of ``parameter`` since the last call of the hook's wrapper."""
+    """Whether backward has made the gradient of ``parameter`` since the last call of the hook's wrapper.
+
+    A step in a hook of the script may come before the hook that counts: then a gradient that no call left is new.
+    """
     if isinstance(hook, BackwardHook):
-        return hook.counts[hook.index] > 0
+        return hook.counts[hook.index] > 0 or (internals.inside_backward() and not hook.was_reduced(parameter.grad))
     if hook.grad is not None and (parameter.grad is None or internals.identity(parameter.grad) is not hook.grad):
         hook.forget()
     return hook.grad is not None
@@ -143,12 +158,10 @@ def _text(optimizer: torch.optim.Optimizer, hooks: Sequence[BackwardHook | Froze
             "backward made them, and the parameters were frozen (requires_grad=False) before the call, which leaves\n"
             "frozen parameters out; freeze them after step(), or clear their gradients when you freeze them"
         )
+    hook = hook_line()
     return (
         f"{_name_step(optimizer)} would use gradients that were not reduced since the last backward:\n"
-        f"  {_which(unreduced)}\n"
-        "call model.all_reduce() between backward() and step(); a step meant for this\n"
-        'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
-        "switches this check off"
+        f"  {_which(unreduced)}\n{_IN_HOOK.format(hook) if hook else _FORGOTTEN}"
     )
 
 
@@ -162,3 +175,10 @@ def _which(hooks: Sequence[BackwardHook | FrozenHook]) -> str:
     of_class = f" of the wrapped {', '.join(classes)}" if classes else ""
     single = f"parameter {hooks[0].name!r}{of_class}"
     return f"{len(hooks)} parameters{of_class}, first {hooks[0].name!r}" if len(hooks) > 1 else single
+
+
+def hooks_of_script(parameters: Iterable[torch.Tensor]) -> list[str]:
+    """``train.py:10 in fused_step``: where each hook of the script begins that backward calls with a gradient of the
+    parameters."""
+    found = (defined_at(hook) for hooks in internals.gradient_hooks(parameters) for hook in hooks)
+    return [*dict.fromkeys(filter(None, found))]

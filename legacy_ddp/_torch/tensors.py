@@ -224,6 +224,15 @@ def accumulate_hooks(parameters: Iterable[torch.Tensor]) -> list[Mapping[int, Ca
         return [getattr(parameter, "_post_accumulate_grad_hooks", None) or _NO_HOOKS for parameter in parameters]
 
 
+def gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[list[Callable[..., object]]]:
+    """The functions that backward calls with the gradient of each parameter: tensor hooks and post-accumulate hooks."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    for parameter in parameters:
+        with torch._C.DisableTorchFunction():
+            tables = [getattr(parameter, name, None) or {} for name in names]
+        yield [hook for table in tables for hook in table.values()]
+
+
 def add_accumulate_hook(
     parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], handles: list[RemovableHandle] | None = None
 ) -> None:

@@ -2,8 +2,9 @@
 
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,13 +27,23 @@ from legacy_ddp._watchdog import USER_CODE, Watchdog, end_after, forget_turn, pr
 _FIRST_WARNED_CALL = 3
 
 
-@dataclass
+_numbered: "weakref.WeakSet[GroupState]" = (
+    weakref.WeakSet()
+)  # of every wrapper that has met the other ranks, and exists
+
+
+@dataclass(eq=False)
 class GroupState:
-    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls."""
+    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls.
+
+    ``agreed``: the operation and number of the last call in which all ranks held the same parameters, and what they
+    held.
+    """
 
     groups: Groups
     wrapper_id: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
+    agreed: tuple[Operation, int, Mapping[str, str]] | None = None
     waited_seconds: float = 0.0  # for the headers of the other ranks, in the last all_reduce
 
 
@@ -61,6 +72,7 @@ class Call(Gatherer):
         super().__init__(group_state.groups, settings.timeout_seconds)
         self.group_state = group_state
         self.operation = operation
+        self.settings = settings
         self.checks = settings.checks
         self.ignored = settings.ignore
         self.module_class = module_class
@@ -80,9 +92,11 @@ class Call(Gatherer):
             self.number = self.group_state.calls[self.operation] + 1
             # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
             self.wrapper_id = self.group_state.wrapper_id or self.groups.wrapper_count + 1
-            self.name = f"{self.operation.label} call {self.number}"
+            self.name = self.full_name = f"{self.operation.label} call {self.number}"
+            if wrapper := self.wrapper_name:
+                self.full_name = f"{self.name} of {wrapper}"
             if self.groups.watchdog is not None:
-                self.groups.watchdog.begin(self.name, warns=self._warns())
+                self.groups.watchdog.begin(self.full_name, warns=self._warns())
         except BaseException:
             self._release()
             raise
@@ -131,6 +145,7 @@ class Call(Gatherer):
             self.groups.note_issued()
             self.groups.wrapper_count = max(self.groups.wrapper_count, self.wrapper_id)
             self.group_state.wrapper_id = self.wrapper_id
+            _numbered.add(self.group_state)
             self.group_state.calls[self.operation] = self.number  # last: from here on the call has succeeded
         elif self.number and self.group_state.calls[self.operation] == self.number:
             error = None
@@ -164,6 +179,18 @@ class Call(Gatherer):
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def wrapper_name(self) -> str:
+        """``wrapper 2 (Critic)``; empty if no other wrapper of this process has made a call."""
+        if len(_numbered) + (self.group_state.wrapper_id is None) < 2:
+            return ""
+        return f"wrapper {self.wrapper_id}{self.module_class and f' ({self.module_class})'}"
+
+    def name_in_full(self, text: str) -> str:
+        """``text`` with the full name of this call, if it begins with the name."""
+        head = f"{self.name}:"
+        return f"{self.full_name}:{text.removeprefix(head)}" if text.startswith(head) else text
+
     def _warns(self) -> bool:
         """Whether long waits are logged. The first calls of a wrapper wait for compilers, caches and data loaders."""
         return max(self.number, self.group_state.calls[Operation.ALL_REDUCE] + 1) >= _FIRST_WARNED_CALL
@@ -175,7 +202,7 @@ class Call(Gatherer):
             OSError: the report file or the socket cannot be opened.
         """
         if watchdog := self.groups.open_watchdog(self.checks):
-            watchdog.begin(self.name, warns=self._warns())
+            watchdog.begin(self.full_name, warns=self._warns())
 
     def exchange_endpoints(self) -> None:
         """Collective, once per group, after headers matched for the first time: exchange the watchdogs' endpoints, and
@@ -199,7 +226,7 @@ class Call(Gatherer):
         The phase begins here and not as the block is entered: ``with call.phase(name):``.
         """
         self.phase_name = name
-        process_activity.enter(name, self.name)
+        process_activity.enter(name, self.full_name)
         if self.groups.watchdog is not None:
             self.groups.watchdog.activity.mark = process_activity.mark
         profiler = internals.begin_range("legacy_ddp", self.operation.label, name) if internals.is_profiling() else None
@@ -226,7 +253,7 @@ class Call(Gatherer):
 
     def set_phase(self, text: str) -> None:
         """Show ``text`` in the watchdog's reports as the present activity of this rank."""
-        process_activity.enter(text, self.name)
+        process_activity.enter(text, self.full_name)
         if self.groups.watchdog is not None:
             self.groups.watchdog.activity.mark = process_activity.mark
 

@@ -43,6 +43,9 @@ class Gatherer:
         self.groups = groups
         self._timeout_seconds = timeout_seconds
         self.name = ""  # for example "all_reduce() call 3"
+        # "all_reduce() call 3 of wrapper 2 (Critic)" if this process has several wrappers. Other ranks may have others:
+        # a text that is equal on all ranks has the name alone.
+        self.full_name = ""
         self.number = 0
         self.phase_name = ""
         self._has_communicated = False  # this rank started an operation: the other ranks count this call, too
@@ -248,7 +251,7 @@ class Gatherer:
         watchdog = self.groups.watchdog
         kind = SyncTimeoutError if failure.is_late else PeerLostError
         if watchdog is None:
-            text = f'{self.name}: {failure.reason}; missing ranks unknown, because checks="off" starts no watchdog'
+            text = f'{self.full_name}: {failure.reason}; missing ranks unknown, because checks="off" starts no watchdog'
             return kind(text, call=self.number, phase=self.phase_name)
         report = watchdog.finalize(failure)
         kind = SyncTimeoutError if report.is_late else PeerLostError

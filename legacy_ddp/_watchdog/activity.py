@@ -11,6 +11,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from legacy_ddp._log import outward
+from legacy_ddp._step_guard.surroundings import closure_owner, local_work_text
 from legacy_ddp._text import shorten
 
 FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
@@ -43,7 +44,8 @@ class Sample:
     """Phase and stack of a process at one moment.
 
     ``changes`` grows with every change of the phase. ``stack``: innermost frame last. ``line``: the innermost frame in
-    the user's code.
+    the user's code. ``closure``: the optimizer whose closure runs, as :func:`closure_owner`. ``local_work``: open
+    ``no_sync()`` blocks, and calls inside them, as text.
     """
 
     call: str
@@ -52,6 +54,8 @@ class Sample:
     changes: int
     stack: tuple[str, ...]
     line: str = ""
+    closure: str = ""
+    local_work: str = ""
 
 
 class Activity:
@@ -72,7 +76,8 @@ class Activity:
     def sample(self) -> Sample:
         """Sample the thread that entered the last phase. Backward and a debugger are recognised by the stack."""
         mark = self.mark
-        frames = [_read_frame(frame) for frame in outward(sys._current_frames().get(mark.thread))][::-1]
+        running = list(outward(sys._current_frames().get(mark.thread)))
+        frames = [_read_frame(frame) for frame in running][::-1]
         files = {entry.filename for entry in frames}
         phase = mark.phase
         if any(name.endswith(("/bdb.py", "/pdb.py")) for name in files):
@@ -89,6 +94,8 @@ class Activity:
             mark.changes,
             stack=_innermost(frames, own),
             line=own[-1].text if own else "",
+            closure=closure_owner(running),
+            local_work=local_work_text(),
         )
 
 

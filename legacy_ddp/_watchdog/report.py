@@ -7,7 +7,8 @@ from typing import Any
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._log import logger_of
-from legacy_ddp._text import WIDTH, printable, printable_lines, wrap
+from legacy_ddp._step_guard.surroundings import closure_advice
+from legacy_ddp._text import WIDTH, how_to_explain, printable, printable_lines, wrap
 from legacy_ddp._watchdog.activity import HOOK, RUN, Sample
 from legacy_ddp._watchdog.client import Failure, Outcome
 from legacy_ddp._watchdog.missing import Row, missing_after_loss, missing_ranks
@@ -36,6 +37,7 @@ _REASONS = (
     "it had a batch less: give every rank as many batches (a sampler, drop_last=True), or use model.join()",
 )
 _REPORTS = "reports of this rank:"
+_SECTION = "Ranks have waited"
 _PROGRESS = {
     Progress.COMPLETE: "complete on",
     Progress.RUNNING: "running on",
@@ -99,7 +101,14 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
     reason = failure.reason or f"ranks have waited for {waited_seconds:.1f} s"
     farthest = max(rows, key=lambda row: (row.in_call, row.progress))
     head = f"{_late_payload(rows)}{_position(farthest)}: {reason}; {summary}"
-    lines = [*_wrap(head), *_advice(rows, missing), "", *_table(rows, missing), *_stacks(rows, missing)]
+    lines = [
+        *_wrap(head),
+        *_advice(rows, missing),
+        *_closures(waiting),
+        "",
+        *_table(rows, missing),
+        *_stacks(rows, missing),
+    ]
     progressing = [rows[rank].is_progressing(waited_seconds) for rank in missing]
     return Report(
         head=printable(head),
@@ -250,12 +259,24 @@ def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     return [*lines, *(line for reason in _REASONS for line in _wrap(f"- {reason}"))]
 
 
+def _closures(waiting: Sequence[Row]) -> list[str]:
+    """What to do about ranks that wait in a closure, which other ranks may have left."""
+    owners: dict[str, list[int]] = {}
+    for row in waiting:
+        if row.sample and row.sample.closure:
+            owners.setdefault(row.sample.closure, []).append(row.rank)
+    return [
+        line for owner, ranks in owners.items() for line in _wrap(closure_advice(name_ranks(ranks), owner), indent=0)
+    ]
+
+
 def _reason(row: Row) -> str:
     if row.process in (STOPPED, TRACED):
         return f"its process is {row.process}"
     if row.outcome is Outcome.SILENT and row.process == RUNNING:
         return "its process is running but does not answer: Python may be held up by C code"
-    return row.note or f"{activity_text(row)}{_location(row.sample)}"
+    work = row.sample.local_work if row.sample and not row.in_call else ""
+    return row.note or f"{activity_text(row)}{_location(row.sample)}{work and f'; {work}'}"
 
 
 def _location(sample: Sample | None) -> str:
@@ -406,7 +427,7 @@ class WarningPolicy:
     def tell_in_full(self, report: Report) -> bool:
         """Log a report in full and write the file; return whether this rank is the one that logs."""
         self._file.append(report.filed)
-        return self._log(f"{report.text}\n({self._file.where(_REPORTS)})", report)
+        return self._log(f"{report.text}\n({self._file.where(_REPORTS)})\n{how_to_explain(_SECTION)}", report)
 
     def tell_completion(self, call: str) -> None:
         """Log that a payload, of which this rank has logged a report, is complete."""

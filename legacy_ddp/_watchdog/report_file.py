@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from legacy_ddp._log import logger_of
-from legacy_ddp._text import printable, printable_lines
+from legacy_ddp._text import how_to_explain, printable, printable_lines
 
 # Not signal.getsignal(), which returns only handlers written in Python.
 _handler_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
@@ -147,10 +147,10 @@ def _open_file(directory: str | os.PathLike[str] | None, stem: str, rank: int) -
         if directory is not None:
             raise OSError(
                 f"report_dir is not usable: got {str(directory)!r} ({error.strerror}), expected a directory to "
-                "write to; pass another one with Checks(report_dir=...)"
+                "write to; pass another one with Checks(report_dir=...) or LEGACY_DDP_CHECKS=report_dir=..."
             ) from error
-        text = "no reports on disk: %s; pass Checks(report_dir=...)"
-        logger_of(rank).warning(text, error, extra={"event": "report_file"})
+        text = "no reports on disk: %s; pass Checks(report_dir=...), or set LEGACY_DDP_CHECKS=report_dir=...\n%s"
+        logger_of(rank).warning(text, error, how_to_explain("No reports on disk"), extra={"event": "report_file"})
         return Path(os.devnull), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), f"not on disk: {error}"
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from legacy_ddp._compare import name_ranks
+from legacy_ddp._step_guard.surroundings import local_work_text
 from legacy_ddp._text import error_line
 from legacy_ddp._watchdog.client import (
     MAX_CONCURRENT_REQUESTS,
@@ -153,7 +154,8 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop, after sending the exit reason to the neighbours."""
-        self._server.close(self._record.exit_reason() or exit_reason(self._status.call))
+        work = local_work_text()
+        self._server.close(self._record.exit_reason() or exit_reason(f"{self._status.call}{work and f' ({work})'}"))
         self._background.close()
         self.file.close()
 

@@ -16,7 +16,7 @@ from legacy_ddp._text import format_bytes, printable
 from legacy_ddp.debug._diff import text
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
-from legacy_ddp.debug._explain import find, list_lines, read_sections, section_lines
+from legacy_ddp.debug._explain import close_names, find, list_lines, read_sections, section_lines
 from legacy_ddp.debug._port.port import port
 from legacy_ddp.debug._port.script import ScriptError
 from legacy_ddp.debug._trace import summary
@@ -31,8 +31,9 @@ _EPILOG = """exit status: 0 same on every rank, in every step that is in all tra
 1 different; 2 cannot tell (where the file of one rank ends before the others,
 say) or error; show, report and explain: 0 when done.
 TRACE is the folder that a Recorder wrote, with one file of every rank."""
-_EXPLAIN_EPILOG = """NAME is the class of an error, or the title of a section; without NAME: all
-that can be explained. exit status: 0 when done; 2 for an unknown NAME."""
+_EXPLAIN_EPILOG = """NAME is the class of an error, the title of a section, or a line of an error or
+a warning, in quotes; without NAME: all that can be explained. exit status: 0
+when done; 2 for an unknown NAME."""
 _PORT_EPILOG = """The diff is on stdout, for: legacy-ddp port train.py | patch -p1
 For a SCRIPT outside of the present folder: patch -p1 -d /
 To keep the script: legacy-ddp port train.py -o train_legacy.py
@@ -155,10 +156,11 @@ def _explain(given: argparse.Namespace) -> int:
     if not name:
         return _print(list_lines(sections), 0)
     found = find(name, sections)
-    if isinstance(found, list):
-        advice = f"did you mean {' or '.join(found)}? " if found else ""
+    if not found:
+        names = close_names(name, sections)
+        advice = f"did you mean {' or '.join(names)}? " if names else ""
         return _fail(f"error: {name!r} is not known here: {advice}{_NAME} explain lists all names")
-    return _print(section_lines(found), 0)
+    return _print([line for section in found for line in ["", *section_lines(section)]][1:], 0)
 
 
 def _port(given: argparse.Namespace) -> int:

@@ -1,18 +1,29 @@
-"""The sections of docs/errors.md as text for a terminal, and the search for one by name."""
+"""The sections of docs/errors.md as text for a terminal, and the search for one by name or by a line of a text."""
 
+import builtins
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import groupby
+from functools import cache
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from legacy_ddp._text import WIDTH, wrap
+from legacy_ddp.debug._texts import GAP, read_texts
 
 _PAGE = Path(__file__).with_name("errors.md")  # in a checkout a link to docs/errors.md; a package has a copy
 _HEADING = re.compile(r"^(##|###) (.*)\n", re.MULTILINE)
 _BLOCK = re.compile(r"(?:    .*\n|\n(?=\n*    ))+|(?:\S.*\n)+")  # an example with its blank lines, or a paragraph
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(?:#[^)]*)?\)")
+_Pair = tuple[str, str]  # of neighbouring words
+_WORD = re.compile(r"[a-z_]+")
+_VALUE = re.compile(rf"'[^']*'|\d[\d.,\-+e]*|{GAP}")
+_DEFAULT = re.compile(r"^\s*The default form of \[(\w+)\]")
+_KIND = re.compile(r"^.*?(?:Warning|Error): ")  # ``train.py:9: UserWarning:``
+_FEWEST_PAIRS = 3
+_SHARE = 0.5
+_MOST_SECTIONS = 3  # that a text may belong to
 
 
 @dataclass(frozen=True)
@@ -45,20 +56,67 @@ def read_sections() -> list[Section]:
     return sections
 
 
-def find(name: str, sections: list[Section]) -> Section | list[str]:
-    """The section of a name, of an anchor (``replicas-differ``) or of the class in a traceback
-    (``legacy_ddp.LayoutError:``); without such a section, the closest names, best first."""
-    by_key = {_key(known): (known, section) for section in sections for known in section.names}
-    wanted = _key(name)
-    if wanted in by_key:
-        return by_key[wanted][1]
+def find(name: str, sections: list[Section]) -> list[Section]:
+    """The section of a name, of an anchor (``replicas-differ``), of the class in a traceback
+    (``legacy_ddp.LayoutError:``), or the sections of a line of an error or a warning; empty without one."""
+    by_key, before = _by_key(sections), name.partition(": ")[0]
+    # Python's own errors are of any library.
+    keys = [name, name.rpartition("legacy-ddp explain ")[2], *([] if hasattr(builtins, before) else [before])]
+    known = next((by_key[key] for key in map(_key, keys) if key in by_key), None)
+    return [known[1]] if known is not None else _find_line(name, sections)
+
+
+def close_names(name: str, sections: list[Section]) -> list[str]:
+    """The names closest to an unknown name, best first."""
+    by_key, wanted = _by_key(sections), _key(name)
     close = get_close_matches(wanted, by_key, n=3, cutoff=0.5) or [key for key in by_key if wanted and wanted in key]
     return [by_key[key][0] for key in close]
+
+
+def _by_key(sections: list[Section]) -> dict[str, tuple[str, Section]]:
+    return {_key(known): (known, section) for section in sections for known in section.names}
 
 
 def _key(name: str) -> str:
     name = name.strip().rpartition("#")[2].rstrip(":").removeprefix("legacy_ddp.")
     return "-".join(name.lower().split())
+
+
+def _find_line(line: str, sections: list[Section]) -> list[Section]:
+    """The sections whose texts have most of the pairs of words in ``line``; a pair of few sections counts more than a
+    common pair. Empty if no section has half of them, or if the line has too few words to tell."""
+    wanted = _pairs(_KIND.sub("", line))
+    # An error and its warning have the same texts, and count as one holder.
+    holders: dict[_Pair, set[frozenset[str]]] = {pair: set() for pair in wanted}
+    for pairs, titles in _known_texts(tuple(sections)):
+        for pair in pairs & wanted:
+            holders[pair].add(titles)
+    weights = {pair: 1 / max(len(found), 1) for pair, found in holders.items()}
+    scores = dict.fromkeys((section.title for section in sections), 0.0)
+    for pair, found in holders.items():
+        for title in frozenset().union(*found):
+            scores[title] += weights[pair]
+    candidates = [section for section in sections if "Warning: " not in line or section.group == "Warnings"]
+    best = max(scores[section.title] for section in candidates)
+    if len(wanted) < _FEWEST_PAIRS or best < _SHARE * sum(weights.values()):
+        return []
+    return [section for section in candidates if scores[section.title] == best][:_MOST_SECTIONS]
+
+
+@cache
+def _known_texts(sections: tuple[Section, ...]) -> list[tuple[frozenset[_Pair], frozenset[str]]]:
+    """The pairs of words of each text with the titles of its sections: of the page, then of the source."""
+    titles = {name: frozenset([section.title]) for section in sections for name in section.names}
+    for section in sections:
+        if default := _DEFAULT.search(section.body):  # the texts of the error are those of the warning, too
+            titles[default[1]] |= titles[section.title]
+    of_page = [(block, titles[section.names[-1]]) for section in sections for block in _BLOCK.findall(section.body)]
+    return [(_pairs(text), owners) for text, owners in [*of_page, *read_texts(titles)]]
+
+
+def _pairs(text: str) -> frozenset[_Pair]:
+    """The neighbouring words of a text, without numbers, quoted names and values between them."""
+    return frozenset(pairwise(_WORD.findall(_VALUE.sub(" ", text.lower()))))
 
 
 def section_lines(section: Section) -> list[str]:

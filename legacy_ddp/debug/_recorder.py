@@ -41,6 +41,8 @@ from legacy_ddp.debug._trace.records import Environment, Section
 from legacy_ddp.debug._trace.snapshot import facts_of
 from legacy_ddp.debug._trace.write import Writer
 
+_SECTION = "Trace warnings"
+
 
 class Recorder:
     """Writes one file per rank, ``<folder>/rank-00000.jsonl``, with 64 bits for every tensor of every recorded step.
@@ -177,9 +179,10 @@ class Recorder:
                 self._rank,
                 f"the trace in {self._folder} holds no step: the recorder saw no all_reduce() that succeeded; give it "
                 "the wrapper whose all_reduce() is called",
+                _SECTION,
             )
         elif kind is None and (missing := self._operations.missing(self._step)):
-            warn(self._rank, f"the trace in {self._folder} {missing}")
+            warn(self._rank, f"the trace in {self._folder} {missing}", _SECTION)
 
     @argument_errors
     @show_usable
@@ -308,6 +311,7 @@ class Recorder:
                 self._rank,
                 f"{writer.path} ends before step {self._step + 1}, and the training goes on: cannot be recorded or "
                 f"written any more ({reason})",
+                _SECTION,
             )
 
     def _environment(self) -> Environment:
@@ -390,6 +394,7 @@ def _warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Opti
                 f"{label} ({kind}) holds no parameter of the model, so its steps need not be those "
                 "of the model; give the recorder the optimizer of the model (one that holds copies of the parameters "
                 "in another precision is right here)",
+                _SECTION,
             )
 
 

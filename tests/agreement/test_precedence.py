@@ -4,6 +4,7 @@ The order is the promise of docs/design.md, "Header": what failed before the exc
 what the ranks compare afterwards. Every gradient is bitwise as before the call.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -203,7 +204,11 @@ def _first_sentence(text: str) -> str:
 
 
 def _play_all(rank: int, scenes: Sequence[Mapping[int, str]]) -> list[Seen]:
-    return [_play(rank, faults) for faults in scenes]
+    seen = []
+    for faults in scenes:
+        seen.append(_play(rank, faults))
+        gc.collect()  # a wrapper in the traceback of its error would count among those of the process
+    return seen
 
 
 def _expected(faults: Mapping[int, str]) -> Seen:

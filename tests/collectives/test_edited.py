@@ -222,6 +222,7 @@ def test_the_function_form_tells_as_well() -> None:
 
     assert first == second
     assert "clipped by norm" in first[0][1]
+    assert " see LEGACY_DDP_CHECKS=edited=..." in " ".join(first[0][1].split())
 
 
 @on_ranks(2)

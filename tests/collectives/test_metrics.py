@@ -1,7 +1,10 @@
 """Metrics of a call: sums over the ranks, and agreed errors for names and values that do not fit."""
 
+import copy
+import json
 import math
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legacy_ddp import LegacyDistributedDataParallel, LostPeerError, all_reduce_gradients
+from legacy_ddp import LegacyDistributedDataParallel, LostPeerError, SyncRecord, all_reduce_gradients
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, once, run_cases
@@ -257,6 +260,30 @@ def test_no_sync_sums_nothing(rank: int) -> tuple[Any, ...]:
     with model.no_sync():
         inside = model.all_reduce(metrics={"loss": 1.0})
     return dict(inside.metrics), dict(model.all_reduce(metrics={"loss": 2.0}).metrics)
+
+
+_INSIDE = (
+    "metric 'loss' has no sum: got a record of all_reduce() inside no_sync(), which exchanges nothing, expected one of "
+    "a call outside of the block; read the metrics after that call, or if record.synchronized"
+)
+
+
+@on_ranks(2)
+def _records_inside(rank: int) -> tuple[SyncRecord, tuple[str, str], Any]:
+    model = _model()
+    with model.no_sync():
+        record = model.all_reduce(metrics={"loss": 1.0})
+    return record, error_of(lambda: record.metrics["loss"]), error_of(lambda: model.all_reduce().metrics["loss"])
+
+
+def test_a_metric_of_a_call_inside_no_sync_says_that_nothing_was_exchanged() -> None:
+    for record, inside, outside in _records_inside():
+        assert inside == ("KeyError", repr(_INSIDE))
+        assert outside == ("KeyError", "'loss'")  # as of every dict
+        for same in (record, copy.copy(record), copy.deepcopy(record), pickle.loads(pickle.dumps(record))):
+            assert (same.metrics, same.metrics.get("loss"), "loss" in same.metrics) == ({}, None, False)
+            assert error_of(lambda metrics=same.metrics: metrics["loss"])[0] == "KeyError"
+        assert json.loads(json.dumps(record.as_dict()))["metrics"] == {}
 
 
 @on_ranks(2)

@@ -21,6 +21,7 @@ _KNOWN, _NEGATIVE = 2**30, 2**31  # bits of the flags that no other check uses
 class _LossSign(Check):
     """A warning of every rank; ``raises``: an error instead."""
 
+    section = "Uneven work"  # of another check: errors.md has none for this
     raises = False
 
     def facts(self, step: LocalStep) -> None:

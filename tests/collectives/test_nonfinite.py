@@ -20,6 +20,7 @@ from legacy_ddp import (
 )
 from legacy_ddp._collectives.nonfinite import NonFinite, describe_nonfinite
 from legacy_ddp._collectives.pack import norm_of
+from legacy_ddp._settings import Settings
 from tests.helpers import devices, logged_warnings
 from tests.helpers.cases import all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
@@ -310,7 +311,7 @@ def _streak(rank: int) -> list[tuple[int, str]]:
             warnings.simplefilter("always")
             model.all_reduce(skip=(call, rank) == (8, 0))
         (logged,) = logged_warnings.take() or [""]
-        shown = [(w.category.__name__, w.filename, str(w.message)) for w in caught]
+        shown = [(w.category.__name__, w.filename, logged_warnings.text_of(w)) for w in caught]
         assert shown == ([("UserWarning", __file__, logged)] if logged and rank == 0 else [])
         said += [(call, logged)] if logged else []
         found = model.module.weight.grad.isnan().all().item()
@@ -327,7 +328,7 @@ def test_warnings_are_logged_on_every_rank_and_shown_by_rank_0_at_the_caller_s_l
     assert first[0][1] == (
         f"all_reduce() call 2: {HEADLINE}  rank 1: 'weight': 2 NaN of 2\n"
         "every rank gets them now (warned once until all are finite again); see\n"
-        "  legacy_ddp.Checks(nonfinite=...) to stop here instead\n"
+        "  Checks(nonfinite=...) to stop here instead\n"
         "if a loss scaler of your own skips such steps, pass the scaler as\n"
         "  Checks(grad_scaler=...)"
     )
@@ -641,7 +642,7 @@ def test_five_parameters_are_named_and_the_others_counted() -> None:
 def test_the_text_of_hundreds_of_ranks_with_different_details_is_capped() -> None:
     found = [NonFinite({"a": (rank % 299 + 1, 0, 900)}, 1, 2) for rank in range(300)]
 
-    lines = describe_nonfinite("all_reduce() call 1", range(300), found, reaction="raise").splitlines()
+    lines = describe_nonfinite("all_reduce() call 1", range(300), found, Settings(), reaction="raise").splitlines()
 
     assert lines[1] == "  ranks 0, 299: 'a': 1 NaN of 900"
     assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 289 more ranks, each with different details"]
@@ -651,7 +652,7 @@ def test_the_text_of_hundreds_of_ranks_with_different_details_is_capped() -> Non
 def test_a_count_is_not_cut_by_the_end_of_a_line() -> None:
     found = NonFinite({"w" * length: (1, 0, 900) for length in range(20, 40)}, 20, 30)
 
-    assert describe_nonfinite("", [0], [found], reaction="raise").count("1 NaN of 900;") == 19
+    assert describe_nonfinite("", [0], [found], Settings(), reaction="raise").count("1 NaN of 900;") == 19
 
 
 @pytest.mark.gpu

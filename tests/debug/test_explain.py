@@ -1,6 +1,7 @@
 """``legacy-ddp explain``: the sections of docs/errors.md on a terminal, by every name that a message ends with."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -108,6 +109,59 @@ def test_paragraphs_are_filled_and_long_lines_of_an_example_go_on_below() -> Non
 )
 def test_a_section_is_found_by_title_anchor_class_and_part_of_its_title(name: str, title: str) -> None:
     assert _explained(*name.split(" "))[0] == title
+
+
+@pytest.mark.parametrize(
+    "line, titles",
+    [
+        (
+            "gradients changed between backward and the call",
+            ["EditedGradientError", "Gradients were changed before the"],
+        ),
+        ("legacy_ddp.DesyncError: all_reduce() call 16: ranks made different numbers of optimizer", ["DesyncError"]),
+        ("rank 2: no backward since the last call, gradients unchanged: an extra call", ["DesyncError"]),
+        ("train.py:9: UserWarning: all_reduce() call 7: ranks bring uneven work (warned once):", ["Uneven work"]),
+        ("all_reduce() call 4, phase agree: no answer within 3 s; missing rank 2 (user", ["SyncTimeoutError"]),
+        ("got 3 in 2; put each micro-batch into a no_sync() block of its own,", ["Merged micro-batches"]),
+        ("checks: edited is unknown: got 'no', expected one of ('warn', 'raise')", ["TypeError and ValueError"]),
+        ("an exception inside no_sync() ended this rank's micro-batch 2 (counted from 1)", ["GradientError"]),
+        (
+            "every rank gets them now (warned once until all are finite again); see",
+            ["Gradients are not finite"],
+        ),
+        (
+            "  who: a count cannot tell: rank 1 against rank 0, no majority",
+            ["ReplicaDivergenceError", "Replicas differ"],
+        ),
+        (
+            "the trace in /tmp/x holds no step: the recorder saw no all_reduce() that succeeded; give",
+            ["Trace warnings"],
+        ),
+        ("meaning and next step: legacy-ddp explain Replicas differ", ["Replicas differ"]),
+        ("no shared memory (the limit of open files of this process is reached; raise", ["Shared memory has failed"]),
+    ],
+)
+def test_a_section_is_found_by_a_line_of_a_text(line: str, titles: list[str]) -> None:
+    printed = _explained(line)
+
+    underlined = [above for above, below in pairwise(printed) if below and {*below} == {"="}]
+    assert [title.startswith(start) for title, start in zip(underlined, titles, strict=True)] == [True] * len(titles)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB",
+        "ValueError: not enough values to unpack (expected 2, got 1)",
+        "mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)",
+        "Epoch 3: the loss is 0.123, the accuracy 0.97, and the learning rate 0.001",
+    ],
+)
+def test_a_line_of_other_code_fits_no_section(line: str) -> None:
+    done = command("explain", line)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"legacy-ddp: error: {line!r} is not known here: legacy-ddp explain lists all names\n"
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_a_failure_to_capture_ends_the_trace_and_not_the_training(tmp_path: Path
                 model.all_reduce()
                 optimizer.step()
 
-    [told] = [str(item.message) for item in said if "the training goes on" in str(item.message)]
+    [told] = [logged_warnings.text_of(item) for item in said if "the training goes on" in str(item.message)]
     logged_warnings.take()
     assert "rank-00000.jsonl ends before step 2" in told
     assert "no strides" in told

@@ -701,7 +701,7 @@ def test_a_folder_that_was_deleted_during_the_run_is_warned_of(tmp_path: Path, i
             if not is_at_the_end:
                 model.all_reduce()
 
-    [told] = [str(warning.message) for warning in said if "the training goes on" in str(warning.message)]
+    [told] = [logged_warnings.text_of(warning) for warning in said if "the training goes on" in str(warning.message)]
     assert "rank-00000.jsonl ends before step 2, and the training goes on" in told
     assert told.endswith("(the file was deleted)")
 
@@ -718,7 +718,9 @@ def _fill_the_disk(rank: int, folder: Path, as_errors: bool) -> tuple[list[str],
             _take_steps(model, optimizer, [1.0] * 8)
     assert not any(str(folder) in name for name in open_files())
     assert {warning.filename for warning in said or []} <= {__file__}  # and not a file of the library or of torch
-    return [str(warning.message) for warning in said or []] + logged_warnings.take(), digest(model.module.weight)
+    return [logged_warnings.text_of(warning) for warning in said or []] + logged_warnings.take(), digest(
+        model.module.weight
+    )
 
 
 @pytest.mark.parametrize("as_errors", [False, True])

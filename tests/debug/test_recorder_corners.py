@@ -13,6 +13,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from legacy_ddp.debug import Recorder, digest
+from tests.helpers import logged_warnings
 from tests.helpers.command import compare
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recorded import Recorded
@@ -286,7 +287,7 @@ def test_a_value_that_cannot_be_recorded_ends_the_trace_and_not_the_training(tmp
                     optimizer.state[model.module.weight]["odd"] = torch.nested.nested_tensor([torch.ones(1)])
                 optimizer.step()
 
-    told = [str(warning.message) for warning in said if "the training goes on" in str(warning.message)]
+    told = [logged_warnings.text_of(warning) for warning in said if "the training goes on" in str(warning.message)]
     assert len(told) == 1
     assert "rank-00000.jsonl ends before step 3" in told[0]
     trace = Recorded(tmp_path)

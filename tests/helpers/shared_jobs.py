@@ -1,5 +1,6 @@
 """Several cases in one job of the ranks, which costs as much as a job of one case: of a table, or of a test module."""
 
+import gc
 from collections.abc import Callable, Mapping
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -33,6 +34,7 @@ def _run_all(function: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]],
         try:
             results[name] = function(rank, *arguments)
             logged_warnings.assert_nothing_left()
+            gc.collect()  # a wrapper in the traceback of an expected error would count among those of the process
         except BaseException as error:
             error.add_note(f"in case {name!r} of a job of {len(cases)} cases")
             raise

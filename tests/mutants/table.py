@@ -16,6 +16,7 @@ class Mutant(NamedTuple):
 
 
 _PRECEDENCE = "tests/agreement/test_precedence.py"
+_CONTEXT = "tests/agreement/test_context.py"
 _EXCHANGES = "tests/collectives/test_exchanges.py"
 _HEADER = "tests/agreement/test_header_faults.py"
 _LOST = "tests/watchdog/test_lost_ranks.py"
@@ -864,4 +865,73 @@ INTERRUPTS = (
     ),
 )
 
-MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG, *STEPS, *TRACES, *INTERRUPTS)
+WORDS = (
+    Mutant(
+        "a hook before the hook that counts may step",
+        " and not (is_in_backward and not hook.was_reduced(parameter.grad))",
+        "",
+        "tests/step_guard/test_guard.py -k names_the_hook",
+    ),
+    Mutant(
+        "a record of no_sync() has a plain dict of metrics",
+        "SyncRecord(call=0, synchronized=False, metrics=NoMetrics())",
+        "SyncRecord(call=0, synchronized=False)",
+        "tests/collectives/test_metrics.py -k nothing_was_exchanged",
+    ),
+    Mutant(
+        "the plan of the first micro-batch is forgotten",
+        "        self._plan = self._plan or plan\n",
+        "",
+        "tests/reproducible/test_reproducible_faults.py -k within_a_step",
+    ),
+    Mutant(
+        "several wrappers are not told apart",
+        "if len(_numbered) + (self.group_state.wrapper_id is None) < 2:",
+        "if self.wrapper_id:",
+        _CONTEXT,
+    ),
+    Mutant(
+        "calls inside no_sync() are not counted",
+        "synchronizer.policy.idle_calls += 1",
+        "synchronizer.policy.idle_calls += 0",
+        _CONTEXT,
+    ),
+    Mutant(
+        "an optimizer that runs its closure once decides by the loss",
+        "code.co_filename.startswith(INNER) and code.co_filename != _OF_TORCH",
+        "code.co_filename == _OF_TORCH",
+        f"{_CONTEXT} -k mean_loss",
+    ),
+    Mutant(
+        "what a rank has added is not told",
+        'changes = {name: "added" for name in inventory if name not in before}',
+        "changes: dict[str, str] = {}",
+        f"{_CONTEXT} -k added_or_removed",
+    ),
+    Mutant(
+        "the function is sent to Checks",
+        "        by_environment=True,\n",
+        "",
+        "tests/test_record.py -k points_at_the_caller",
+    ),
+    Mutant(
+        "any line fits a section",
+        "best < _SHARE * sum(weights.values())",
+        "best < 0.0",
+        "tests/debug/test_explain.py -k other_code",
+    ),
+    Mutant(
+        "texts belong to no caller",
+        "_LONGEST_CHAIN = 3",
+        "_LONGEST_CHAIN = 0",
+        "tests/debug/test_explain.py -k line_of_a_text",
+    ),
+    Mutant(
+        "a warning has no command",
+        '    text = f"{text}\\n{how_to_explain(section)}"\n',
+        "",
+        "tests/test_errors_page.py -k warning_has",
+    ),
+)
+
+MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG, *STEPS, *TRACES, *INTERRUPTS, *WORDS)

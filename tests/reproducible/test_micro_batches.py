@@ -19,6 +19,7 @@ from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._reproducible import partial_sums
 from legacy_ddp._reproducible.partial_sums import PartialSums
 from legacy_ddp._reproducible.tree_reduce import why_no_nodes
+from tests.helpers import logged_warnings
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import Said, error_of
@@ -136,7 +137,7 @@ def _joined(rank: int) -> tuple[list[str], list[int]]:
             for _ in range(3):
                 _add(model, 1.0 + rank)
             leaves.append(model.all_reduce(sample_size=1).rows[0].leaves)
-        warned += [str(item.message) for item in caught]
+        warned += [logged_warnings.text_of(item) for item in caught]
     return warned, leaves
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import Said, error_of
 from tests.helpers.sums import bring, wrap_reproducible
 
@@ -189,19 +189,64 @@ def test_a_step_without_the_call_is_an_error_although_no_gradient_is_there() -> 
     _check(_step_without_call, "UnsynchronizedStepError", "'0'")
 
 
-def _frozen_in_between(model: Model, rank: int) -> None:
-    _leaf(model)
-    model.module.register_parameter("new", nn.Parameter(torch.ones(1)))
+def _change_in_between(change: Callable[[nn.Module], Callable[[], object]], model: Model, rank: int) -> None:
+    """A step whose first micro-batch is that of other parameters. ``change`` returns what restores them."""
+    module = model.module
+    frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+    module.register_parameter("other", frozen)
+    restore: Callable[[], object] = lambda: None  # noqa: E731
     try:
         with model.no_sync():
-            bring(model.module, [torch.ones(2, 2), torch.ones(1)])
+            module.get_parameter("0").sum().backward()
+        restore = change(module)
+        with model.no_sync():
+            module.get_parameter("0").grad = torch.ones(2, 2)
         model.all_reduce(sample_size=1)
     finally:
-        del model.module._parameters["new"]
+        restore()
+        del module._parameters["other"]
+        model.zero_grad()
 
 
-def test_parameters_that_change_within_a_step_are_an_error() -> None:
-    _check(_frozen_in_between, "GradientError", "parameters changed between the micro-batches")
+def _thaw(module: nn.Module) -> Callable[[], object]:
+    return partial(module.get_parameter("other").requires_grad_(True).requires_grad_, False)
+
+
+def _freeze(module: nn.Module) -> Callable[[], object]:
+    return partial(module.get_parameter("0").requires_grad_(False).requires_grad_, True)
+
+
+def _add(module: nn.Module) -> Callable[[], object]:
+    module.register_parameter("new", nn.Parameter(torch.ones(1)))
+    return partial(module._parameters.pop, "new")
+
+
+def _replace(module: nn.Module) -> Callable[[], object]:
+    before = module.get_parameter("0")
+    module.register_parameter("0", nn.Parameter(torch.ones(2, 2)))
+    return partial(module.register_parameter, "0", before)
+
+
+_CHANGES: dict[str, tuple[Callable[[nn.Module], Callable[[], object]], str]] = {
+    "thawed": (_thaw, "parameter 'other' was frozen, and is trainable now"),
+    "frozen": (_freeze, "parameter '0' was trainable, and is frozen now"),
+    "added": (_add, "parameter 'new' is new"),
+    "replaced": (_replace, "parameter '0' is another tensor now"),
+}
+
+
+def _see_change(rank: int, change: Callable[[nn.Module], Callable[[], object]]) -> _Seen:
+    return _see(partial(_change_in_between, change), rank)
+
+
+def test_a_parameter_that_changes_within_a_step_is_named() -> None:
+    for name, seen in run_cases(_see_change, 2, {name: (change,) for name, (change, _) in _CHANGES.items()}).items():
+        words = f"the micro-batches of a step ({_CHANGES[name][1]}): gradients of the earlier micro-batches do not fit"
+        for item in seen:
+            assert item.said is not None, name
+            assert item.said[0] == "GradientError"
+            assert words in item.said[1]
+            assert item.after == [[[5.0] * 2] * 2]
 
 
 def _nan(model: Model, rank: int) -> None:

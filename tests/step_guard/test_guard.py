@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from legacy_ddp import PeerError, PeerLostError, UnsynchronizedStepError
+from legacy_ddp._step_guard.guard import hooks_of_script
 from tests.helpers.guarded import Model, assert_guards, assert_steps, backward, net, refused
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
@@ -186,6 +187,101 @@ def test_a_step_on_gradients_of_this_rank_alone_is_refused_until_the_call_is_mad
 
     model.all_reduce()
     assert_steps(model, optimizer)
+
+
+class _Stepper:
+    """A step inside of backward, in several kinds of functions that torch may call there."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step_at_once(self, *_: Any) -> None:
+        self.optimizer.step()
+
+    __call__ = step_at_once
+
+
+def _step_at_once(optimizer: Optimizer, *_: Any) -> None:
+    optimizer.step()
+
+
+def _on_leaves(register: str, module: nn.Module, hook: Callable[..., None]) -> None:
+    for parameter in module.parameters():
+        getattr(parameter, register)(hook)
+
+
+_AFTER = partial(_on_leaves, "register_post_accumulate_grad_hook")
+_REGISTRATIONS: dict[str, tuple[bool, Callable[[nn.Module, Callable[..., None]], Any], Callable[[Optimizer], Any]]] = {
+    "after accumulation": (False, _AFTER, lambda optimizer: _Stepper(optimizer).step_at_once),
+    "before the wrapper": (True, _AFTER, lambda optimizer: _Stepper(optimizer).step_at_once),
+    "partial": (False, _AFTER, lambda optimizer: partial(_step_at_once, optimizer)),
+    "object": (False, _AFTER, _Stepper),
+    "on tensors": (False, partial(_on_leaves, "register_hook"), lambda optimizer: _Stepper(optimizer).step_at_once),
+    "on the module": (
+        False,
+        lambda module, hook: module[1].register_full_backward_hook(hook),
+        lambda optimizer: partial(_step_at_once, optimizer),
+    ),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", _REGISTRATIONS)
+def test_a_step_inside_of_backward_names_the_hook_and_says_to_remove_it(name: str) -> None:
+    is_before, register, make_hook = _REGISTRATIONS[name]
+    module = net()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    hook = make_hook(optimizer)
+    if is_before:
+        register(module, hook)
+    model = Model(module)
+    if not is_before:
+        register(module, hook)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+
+    with pytest.raises(UnsynchronizedStepError) as caught:
+        backward(model)
+
+    assert all(map(torch.equal, module.parameters(), before))
+    function = _step_at_once if isinstance(hook, partial) else _Stepper.step_at_once
+    code = function.__code__
+    text = str(caught.value)
+    assert (
+        "\nthis step() runs inside of backward(), in a hook of the script:\n"
+        f"  test_guard.py:{code.co_firstlineno + 1} in {code.co_name}\nremove this hook" in text
+    )
+    assert "call model.all_reduce() between" not in text
+    if register is _AFTER:  # what a check says that finds the hooks afterwards
+        assert hooks_of_script(module.parameters()) == [f"test_guard.py:{code.co_firstlineno} in {code.co_name}"]
+
+
+def _inside_no_sync(model: Model, optimizer: Optimizer) -> None:
+    with model.no_sync():
+        backward(model)
+
+
+def _of_another_model(model: Model, optimizer: Optimizer) -> None:
+    other = net()
+    SGD(other.parameters(), lr=0.1)
+    other(torch.ones(2, 3)).sum().backward()
+    optimizer.param_groups[0]["params"] = [*other.parameters()]
+    backward(model)
+
+
+def _with_reduced_gradients(model: Model, optimizer: Optimizer) -> None:
+    (model(torch.ones(2, 3)).sum() * optimizer.param_groups[0]["params"][0].new_zeros(())).backward()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("program", [_inside_no_sync, _of_another_model, _with_reduced_gradients])
+def test_a_step_inside_of_backward_without_new_gradients_of_this_rank_alone_is_not_refused(
+    program: Callable[[Model, Optimizer], None],
+) -> None:
+    model = Model(net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    _AFTER(model.module, _Stepper(optimizer))
+
+    program(model, optimizer)
 
 
 @pytest.mark.usefixtures("alone")

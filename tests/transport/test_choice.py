@@ -157,7 +157,8 @@ def test_shared_memory_that_fails_later_is_gloo_on_all_ranks_with_one_warning(
         assert said["calls"] == said["later"] == [expected] * 2
         assert said["lines"] == [f"transport: gloo ({LIMIT})"]
         (text,) = said["warnings"]  # every rank logs it, rank 0 shows it
-        assert text.startswith(f"all_reduce() call 2: shared memory is not possible any more (warned once):\n{LIMIT}\n")
+        head = "all_reduce() call 2 of wrapper 1 (Linear): shared memory is not possible any more (warned once)"
+        assert text.startswith(f"{head}:\n{LIMIT}\n")
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)

@@ -5,6 +5,7 @@ import re
 import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -378,6 +379,23 @@ def test_a_call_on_another_group_is_named() -> None:
     other = replace(_works(1), sample=Sample("broadcast_buffers() call 2", "payload", 1.0, 3, ()))
 
     assert "rank 1 (broadcast_buffers() call 2 of another group: payload, on" in _line(compose([_waits(0), other]))
+
+
+def _with(row: Row, **facts: Any) -> Row:
+    assert row.sample is not None
+    return replace(row, sample=replace(row.sample, **facts))
+
+
+def test_a_report_says_what_surrounds_a_missing_rank_and_what_a_waiting_rank() -> None:
+    busy = _with(_works(1), local_work="no_sync() of Critic: an open block")
+    waiting = [_with(_waits(0), closure="LBFGS"), _with(_waits(2), local_work="no_sync() of Actor: an open block")]
+
+    line = _line(compose([waiting[0], busy, waiting[1]]))
+
+    assert "missing rank 1 (user code after all_reduce() call 4, at train.py:88 in f; no_sync() of Critic: an" in line
+    assert "Actor" not in line  # a rank in the call is not outside because of a block
+    assert "rank 0 made the call in the closure of LBFGS.step(), which decides by the loss how often it runs" in line
+    assert "the closure must return the mean loss, equal on all ranks" in line
 
 
 def test_the_report_on_a_thousand_ranks_has_the_length_of_a_page() -> None:

@@ -20,7 +20,8 @@ BAD = Report(
     is_busy=False,
     reporters=(0,),
 )
-FULL = f"{BAD.text}\n(reports of this rank: {Path('/reports/of-rank-0')})"
+COMMAND = "meaning and next step: legacy-ddp explain Ranks have waited"
+FULL = f"{BAD.text}\n(reports of this rank: {Path('/reports/of-rank-0')})\n{COMMAND}"
 
 
 @dataclass
