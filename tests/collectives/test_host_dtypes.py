@@ -73,7 +73,7 @@ def _copies(rank: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> 
         net[0].grad = torch.full((8,), 1.0 + rank, dtype=dtype)
         model.all_reduce()
         assert net[0].grad.tolist() == [1.5] * 8
-        found.append(model._synchronizer.planner._buffers[0].wire is not None)
+        found.append(model._synchronizer.planner._known.buffers[0].wire is not None)
     return found
 
 

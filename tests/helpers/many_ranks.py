@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+from legacy_ddp._interrupts import OwnedLock
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.rows import Operation
@@ -61,7 +62,7 @@ def run_kinds(kinds: Sequence[int], action: Callable[[Call, int], T]) -> list[tu
             global_ranks=range(len(kinds)),
             star=star,
             watchdog=None,
-            busy=threading.Lock(),
+            busy=OwnedLock(),
             lost="",
             wrapper_count=0,
             endpoints_exchanged=True,

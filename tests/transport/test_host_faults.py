@@ -53,7 +53,7 @@ def _step(model: LegacyDistributedDataParallel, value: float) -> float:
 
 def _memory_is_left(model: LegacyDistributedDataParallel) -> bool:
     """Whether no flat tensor and no sum of the failed call will be used again."""
-    leaves, (buffer,) = model._synchronizer.leaves, model._synchronizer.planner._buffers
+    leaves, (buffer,) = model._synchronizer.leaves, model._synchronizer.planner._known.buffers
     return buffer._views is None and (leaves is None or leaves.sums._sums == [])
 
 
