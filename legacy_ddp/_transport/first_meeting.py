@@ -268,9 +268,9 @@ def _await_members(
             missing = [other for other in range(size) if not of_generation.check([f"begun/{other}"])]
             raise SyncTimeoutError(
                 f"{_NAME}: {name_ranks(missing) if missing else 'a rank'} did not arrive within "
-                f"{timeout.total_seconds():g} s. Possible reasons: long work before the wrapper, as preparing data "
-                "(pass a longer timeout_seconds); an error (look at the output of these processes); a rank without a "
-                "wrapper (construct it on every rank of the group)",
+                f"{timeout.total_seconds():g} s. Possible reasons: long work before the wrapper, such as preparing "
+                "data (pass a longer timeout_seconds); an error (look at the output of these processes); a rank "
+                "without a wrapper (construct it on every rank of the group)",
                 ranks=missing,
                 phase="agree",
             )
