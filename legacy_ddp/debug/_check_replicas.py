@@ -28,6 +28,7 @@ EVERYTHING: tuple[What, ...] = get_args(What)
 
 
 @internals.disable_dynamo
+@internals.keeps_grad_mode
 def check_replicas(
     model: nn.Module,
     optimizer: Optimizers | None = None,

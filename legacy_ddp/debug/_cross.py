@@ -43,6 +43,7 @@ _LAYOUT_ADVICE = (
 
 @internals.disable_dynamo
 @argument_errors
+@internals.keeps_grad_mode
 def cross_check(
     model: nn.Module,
     run: Run,
