@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -234,7 +233,6 @@ def _in_closure(rank: int, name: str) -> Said:
     return error_of(optimizer.step, closure)
 
 
-@pytest.mark.thorough  # what both ranks say of a rank that leaves a closure is in the test below
 def test_a_call_in_a_closure_that_the_loss_asks_for_says_to_return_the_mean_loss() -> None:
     for name, said in run_cases(_in_closure, 2, {name: (name,) for name in _OPTIMIZERS}).items():
         assert said[0] == said[1]
