@@ -193,6 +193,8 @@ class DividedResults(Check):
     held the earlier result. A plain call keeps the marks of results that are still not cleared.
     """
 
+    section = "GradientError"
+
     def __init__(self, subject: Subject) -> None:
         super().__init__(subject)
         self._stale: list[int] = []  # positions on this rank

@@ -868,7 +868,7 @@ INTERRUPTS = (
 WORDS = (
     Mutant(
         "a hook before the hook that counts may step",
-        " and not (is_in_backward and not hook.was_reduced(parameter.grad))",
+        " or (internals.inside_backward() and not hook.was_reduced(parameter.grad))",
         "",
         "tests/step_guard/test_guard.py -k names_the_hook",
     ),
@@ -928,8 +928,8 @@ WORDS = (
     ),
     Mutant(
         "a warning has no command",
-        '    text = f"{text}\\n{how_to_explain(section)}"\n',
-        "",
+        'printable_lines(f"{text}\\n{how_to_explain(section)}")',
+        "printable_lines(text)",
         "tests/test_errors_page.py -k warning_has",
     ),
 )
