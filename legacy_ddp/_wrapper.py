@@ -70,7 +70,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         init_sync: copy all parameters (also frozen ones) and buffers of rank 0. False: the caller guarantees equality.
         gradient_as_bucket_view: after a call ``.grad`` is a view of one flat tensor per device and dtype, without a
             copy in the next call; on CPU, from 64 KiB on, already in ``backward()``, unless something holds it.
-            A kept gradient keeps its flat tensor. False: a second copy of all gradients, copied in and out.
+            A kept gradient keeps its flat tensor, and a part of a larger tensor of the script stays ``.grad``. False: a
+            second copy of all gradients, copied in and out, to the tensors in ``.grad``.
         reduce_dtype: floating dtype for the exchange of real gradients over gloo, also between hosts; None: the
             gradient's dtype, but fp32 for fp16. In shared memory sums are made in at least this dtype, and fp32.
         reproducible: add gradients in an order that depends on the micro-batches of the step alone: every split over

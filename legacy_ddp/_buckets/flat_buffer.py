@@ -7,13 +7,14 @@ transposed gradient), the call packs into a fresh flat tensor and leaves the old
 
 import threading
 from bisect import bisect_right
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import Bucket, Run, Slot, wire_dtype
+from legacy_ddp._buckets.script_memory import TakenMemory, can_hold_result, held_by_script
 from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._buckets.slot_views import SlotViews
 from legacy_ddp._errors import GradientError
@@ -82,6 +83,7 @@ class FlatBuffer:
         self._is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot
         self._was_view = self._is_view  # the same when the call began: pack() may move all gradients
         self._are_like_slots = False  # whether every gradient is present and like its slot, and none is the view
+        self._held: frozenset[int] = frozenset()  # the slots with a result of the last call in memory of the script
         # Identity and version of the gradient that the last call left for each slot, where some of them are not views.
         self._result_identities: list[object] = []
         self._result_versions: list[int] = []
@@ -235,32 +237,57 @@ class FlatBuffer:
             if kind != DENSE and _inside(runs, slot.offset):
                 flat[slot.offset : slot.offset + slot.numel].zero_()
 
-    def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
-        """Give every parameter its reduced gradient: a view of the flat tensor, a copy, or None if absent."""
+    def alias(
+        self, parameters: Sequence[torch.Tensor], kinds: Sequence[int], given: Collection[int] | None = None
+    ) -> None:
+        """Give every parameter its reduced gradient: a view of the flat tensor, a copy, or None if absent.
+
+        A gradient in memory of the script, which is looked for unless ``given`` is None, gets its result there.
+        """
         views = self.views
+        self._held = self._find_held(parameters, given)
         if not self.as_views or not all(self._is_view) or kinds.count(DENSE) < len(kinds):
             self._assign(views.tensors, parameters, kinds)
         views.note_result()
         self._result_identities, self._result_versions = [], []
-        if not self.as_views or max(kinds, default=ABSENT) >= SPARSE:
+        if not self.as_views or self._held or max(kinds, default=ABSENT) >= SPARSE:
             grads = [parameter.grad for parameter in parameters]
             self._result_identities = [None if grad is None else internals.identity(grad) for grad in grads]
             self._result_versions = [0 if grad is None else grad._version for grad in grads]
 
+    def _find_held(self, parameters: Sequence[torch.Tensor], given: Collection[int] | None) -> frozenset[int]:
+        """The slots with a gradient of the script: found now, or in an earlier call, whose result it holds."""
+        if not self.as_views or (given is None and not self._held):
+            return frozenset()
+        given, indices = set(given or ()), []
+        for index, parameter in enumerate(parameters):
+            if (grad := parameter.grad) is None or self._is_view[index]:
+                continue
+            if self.is_last_result(index, grad):
+                if index not in self._held:
+                    continue
+                given.add(index)
+            indices.append(index)
+        grad = None  # it would count as a holder
+        return held_by_script(parameters, indices, given)
+
     def _assign(self, views: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         slots: list[torch.Tensor] = []
-        copies: dict[int, torch.Tensor] = {}
-        for view, parameter, kind, is_view in zip(views, parameters, kinds, self._is_view, strict=True):
+        targets: list[torch.Tensor] = []
+        taken = TakenMemory(parameters)
+        for index, (view, parameter, kind) in enumerate(zip(views, parameters, kinds, strict=True)):
             if kind == ABSENT:
                 parameter.grad = None
-            elif kind == DENSE and not self.as_views:
-                parameter.grad = _target(view, parameter.grad, copies)
-                slots.append(view)
-                copies[id(parameter.grad)] = parameter.grad
-            elif kind == DENSE and not is_view:
-                parameter.grad = view
+            elif kind == DENSE and not self._is_view[index]:
+                grad, is_copied = parameter.grad, not self.as_views or index in self._held
+                if not (is_copied and grad is not None and can_hold_result(grad, view) and taken.take(grad)):
+                    grad = view if self.as_views else torch.empty_like(view)
+                parameter.grad = grad
+                if grad is not view:
+                    slots.append(view)
+                    targets.append(grad)
         if slots:
-            internals.foreach_copy(list(copies.values()), slots)
+            internals.foreach_copy(targets, slots)
 
     def _change_memory(self) -> None:
         """Leave the memory to its holders, and take the spare if nothing refers to it, else fresh memory.
@@ -311,16 +338,3 @@ class SlotResult:
 def _inside(runs: Sequence[Run], offset: int) -> bool:
     index = bisect_right(runs, offset, key=lambda run: run[0]) - 1
     return index >= 0 and offset < runs[index][1]
-
-
-def _target(view: torch.Tensor, grad: torch.Tensor | None, taken: Container[int]) -> torch.Tensor:
-    """Memory for the reduced values in ``view``: ``grad`` if no other tensor shares its memory, else a new tensor."""
-    can_take = (
-        grad is not None
-        and grad.layout is torch.strided
-        and (grad.shape, grad.stride(), grad.dtype) == (view.shape, view.stride(), view.dtype)
-        and not (grad.is_inference() or grad.is_conj() or grad.is_neg())
-        and id(grad) not in taken  # one tensor may be the gradient of two parameters
-        and internals.storage_use_count(grad) == 1
-    )
-    return grad if grad is not None and can_take else torch.empty_like(view)

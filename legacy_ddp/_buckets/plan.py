@@ -9,7 +9,7 @@ one copy of the gradients in memory and not two, touches fewer fresh pages, and 
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -263,12 +263,18 @@ class Plan:
             kinds += buffer.kinds(grads[slots])
         return kinds
 
-    def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
-        """Give every parameter its reduced gradient; ``sparse`` has the sparse gradients, by slot."""
+    def alias(
+        self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor], given: Collection[int] | None = None
+    ) -> None:
+        """Give every parameter its reduced gradient; ``sparse`` has the sparse gradients, by slot.
+
+        ``given``: slots with gradients of the script, as :meth:`BackwardCounter.given_gradients`.
+        """
         for index, grad in sparse.items():
             self.parameters[index].grad = grad
         for buffer, slots in self.slot_ranges:
-            buffer.alias(self.parameters[slots], kinds[slots])
+            own = None if given is None else [index - slots.start for index in given]
+            buffer.alias(self.parameters[slots], kinds[slots], own)
 
     def discard_gradients(self) -> None:
         """Clear every ``.grad``, and drop the buffers' memory: a broken-off collective may still write there."""

@@ -9,13 +9,22 @@ dtype are compared, too.
 from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter, is_, le, not_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import Bucket, Slot
 from legacy_ddp._buckets.segment import SegmentPolicy
+
+# The memory of every flat tensor that exists: the storage, and the addresses of its begin and its end.
+_flat_memory: list[tuple[Any, int, int]] = []
+
+
+def is_in_flat_tensor(grad: torch.Tensor) -> bool:
+    """Whether ``grad`` lies in a flat tensor of this process: of this wrapper, another wrapper, or an earlier plan."""
+    address = grad.data_ptr()
+    return any(start <= address < stop and not storage.expired() for storage, start, stop in _flat_memory)
 
 
 class _Made(NamedTuple):
@@ -47,6 +56,7 @@ class SlotViews:
 
     def __init__(self, bucket: Bucket, policy: SegmentPolicy) -> None:
         self.flat, self.segment = policy.allocate(bucket)
+        _note_memory(self.flat)
         self.transport_view = internals.under_own_storage(self.flat)
         self._slots = bucket.slots
         tensors = [self._make(slot) for slot in self._slots]
@@ -155,3 +165,11 @@ class SlotViews:
 
 def _ref_counts_of_each(storages: list[torch.UntypedStorage]) -> list[tuple[set[int], ...]]:
     return [internals.ref_counts([], [storage], internals.storage_handles([storage])) for storage in storages]
+
+
+def _note_memory(flat: torch.Tensor) -> None:
+    start = flat.data_ptr()
+    _flat_memory[:] = [
+        *(memory for memory in _flat_memory if not memory[0].expired()),
+        (internals.weak_storage(flat), start, start + flat.nbytes),
+    ]

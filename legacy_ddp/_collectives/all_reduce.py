@@ -75,7 +75,8 @@ def all_reduce(
                 route = transport.settle(call, plan, packed)
                 reduced = route.reduce(call, plan, packed, agreement)
                 with call.phase("alias"):
-                    plan.alias(reduced.kinds, reduced.sparse)
+                    given = planner.counter.given_gradients(plan.parameters)
+                    plan.alias(reduced.kinds, reduced.sparse, given)
             _end(synchronizer, step)
     except BaseException:
         planner.counter.note_failed_call()

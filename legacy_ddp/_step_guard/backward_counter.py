@@ -150,7 +150,7 @@ class BackwardHook:
             versions[index] = parameter._version
         if not is_continued and thread:
             # The version is compared first because it is quick: a new gradient has version 0, unless written to.
-            if version and not (count or was_consumed) and grad is not None and self.last_result.is_in(grad):
+            if version and not (count or was_consumed) and grad is not None:
                 self.sums.note(index, grad, version)
             elif self.sums.additions:
                 self.sums.discard(index)
@@ -378,6 +378,16 @@ class BackwardCounter:
             counts = self._counts
         largest = max(counts, default=0)
         return min(largest, self.policy.forwards or largest)
+
+    def given_gradients(self, parameters: Sequence[torch.Tensor]) -> Collection[int] | None:
+        """Positions of gradients that the script has put into ``.grad`` as parts of its memory: those to which backward
+        has added, and then also those without a backward. None if backward, or a call, has made all gradients."""
+        if self.policy.has_leaves:  # the tensors of the script were taken out of ``.grad``
+            return None
+        given = self._sums.given
+        if given:
+            return given.union(index for index, count in enumerate(self._counts) if not count)
+        return () if 0 in self._counts or self.was_first_edited(parameters) else None
 
     @property
     def accumulations(self) -> int:

@@ -53,14 +53,15 @@ class _Addition:
     """A gradient that was the result of the last call before the first backward since.
 
     ``identity``: of the gradient. ``norm``: of the result before the addition, None if unknown. ``is_unwritten``:
-    nothing but this backward has raised the version of the result. ``is_on_cpu``: every write raises the version there.
+    nothing but this backward has raised the version of the result. ``shows_writes``: every write raises the version, as
+    on the CPU, but not where NumPy may write.
     ``is_as_used``: as ``is_unwritten``, since the last step.
     """
 
     identity: dict[str, Any]
     norm: torch.Tensor | None
     is_unwritten: bool
-    is_on_cpu: bool
+    shows_writes: bool
     is_as_used: bool = False
 
 
@@ -74,21 +75,29 @@ class _Look(NamedTuple):
 class ResultSums:
     """The additions to the results of the last call, of one counter. Keeps no parameter and no gradient alive.
 
-    ``additions``: by slot; empty in a loop that clears its gradients. ``awaits_step``: :meth:`note_step` has something
-    to note for some slot.
+    ``additions``: by slot; empty in a loop that clears its gradients. ``given``: the slots in which backward has added
+    to a part of a larger tensor, or to memory from elsewhere, that no call has left. ``awaits_step``: :meth:`note_step`
+    has something to note for some slot.
     """
 
     def __init__(self, results: Sequence[LastResult] = (), counts: Sequence[int] = ()) -> None:
         self._results = results
         self._counts = counts
         self.additions: dict[int, _Addition] = {}
+        self.given: set[int] = set()
         self._look: _Look | None = None  # None until the first addition
         self._first: int | None = None  # the slot of the first addition, of this step or an earlier step
         self.awaits_step = False
         self._used_version = -1  # of the result in that slot, at the end of the last step
 
     def note(self, index: int, grad: torch.Tensor, version: int) -> None:
-        """``grad``, now of ``version``, is the result in slot ``index`` after the first backward since the call."""
+        """Backward has added to ``grad``, in slot ``index`` and now of ``version``: the first time since the call."""
+        result = self._results[index]
+        if not result.is_in(grad):
+            self.discard(index)
+            if internals.is_part(grad):
+                self.given.add(index)
+            return
         look, used_version = self._look, -1
         if look is None:
             look = self._look = _Look(get_ident(), self._look_at_others(index))
@@ -100,8 +109,8 @@ class ResultSums:
         self.additions[index] = _Addition(
             internals.identity(grad),
             seen.norm if seen is not None and is_known else None,
-            is_unwritten=version == self._results[index].version + 1,
-            is_on_cpu=grad.is_cpu,
+            is_unwritten=version == result.version + 1,
+            shows_writes=grad.is_cpu and (result.view is grad or internals.is_memory_counted(grad)),
             is_as_used=version == used_version + 1,
         )
 
@@ -118,11 +127,14 @@ class ResultSums:
     def clear(self) -> None:
         """Forget all additions: after a call, or when all gradients were removed."""
         self.additions.clear()
+        self.given.clear()
         self._look = None
 
     def take_over(self, index: int, other: "ResultSums", other_index: int) -> None:
         """Note the addition of ``other``, whose parameter now has the slot ``index`` here."""
         addition = other.additions.get(other_index)
+        if addition is not None or other_index in other.given:  # here no call has left that tensor
+            self.given.add(index)
         if addition is not None and other.contains(other_index, addition.identity):
             self.additions[index] = replace(addition, norm=None, is_unwritten=True, is_as_used=False)
 
@@ -151,7 +163,7 @@ class ResultSums:
     def _shows_that_versions_tell(self, addition: _Addition) -> bool:
         """Whether an old version means that a result was not cleared, as far as the other results show."""
         norms = [seen.norm for seen in self._others() if seen.is_unwritten]
-        return all(map(bool, norms)) if norms else addition.is_on_cpu or bool(self._others())
+        return all(map(bool, norms)) if norms else addition.shows_writes or bool(self._others())
 
     def _others(self) -> Collection[_Seen]:
         return () if self._look is None else self._look.seen.values()

@@ -121,6 +121,19 @@ def storage_use_count(flat: torch.Tensor) -> int:
     return 1 + _references(flat) - _references_alone()
 
 
+def has_memory_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor is on the memory of ``tensor``, as far as torch knows."""
+    return storage_use_count(tensor) == 1 and is_memory_counted(tensor)
+
+
+def is_memory_counted(tensor: torch.Tensor) -> bool:
+    """Whether torch knows all references to the memory of ``tensor``: not if it is from NumPy, or shared."""
+    if tensor.layout is not torch.strided:  # torch makes the memory of a sparse tensor
+        return True
+    storage = tensor.untyped_storage()  # memory from NumPy cannot be resized
+    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())  # CUDA's always says so
+
+
 def _references(flat: torch.Tensor) -> int:
     storage = flat.untyped_storage()  # one Python object per memory, also for a reference of the user's
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
@@ -132,20 +145,30 @@ def _references_alone() -> int:
     return _references(torch.empty(1, device="cpu"))
 
 
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor``, a plain dense one, is a part of a larger tensor, or its memory is from NumPy, or shared."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.nbytes or not is_memory_counted(tensor)
+
+
 def is_only_in_grad(parameter: torch.Tensor) -> bool:
     """Whether ``parameter.grad`` exists, in memory of torch, without another reference to the tensor or its memory."""
     found = _grad_ref_counts(parameter)
     return found is not None and found == _fresh_grad_ref_counts()
 
 
+def is_grad_held(parameter: torch.Tensor) -> bool:
+    """Whether something besides ``parameter.grad`` refers to that tensor, a plain dense one."""
+    found, fresh = _grad_ref_counts(parameter), _fresh_grad_ref_counts()
+    return found is not None and fresh is not None and found[:2] != fresh[:2]
+
+
 def _grad_ref_counts(parameter: torch.Tensor) -> tuple[int, ...] | None:
     grad = parameter.grad
     if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
         return None
-    storage = grad.untyped_storage()
-    # Memory from NumPy cannot be resized. Torch does not count references to such memory, or to shared memory.
-    is_own = storage.resizable() and not storage.is_shared()
-    return _USE_COUNT(grad), sys.getrefcount(grad), storage_use_count(grad), is_own
+    return _USE_COUNT(grad), sys.getrefcount(grad), storage_use_count(grad), is_memory_counted(grad)
 
 
 @cache

@@ -184,7 +184,7 @@ def _train(training: Training, rank: int) -> list[Seen]:
                         # Not ours: without views a gradient keeps the strides it was given; sparse ones have none.
                         warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
                     _bring(module.made[index], kind, values)
-                due[index] = values
+                due[index] = values.clone()  # the call may write to the values in place
         before = _held(module.made)
         record = wrapped.all_reduce(**step.parts[rank])
         after = _held(module.made)

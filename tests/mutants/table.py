@@ -158,6 +158,18 @@ AGREEMENT = (
 
 COLLECTIVES = (
     Mutant(
+        "results do not reach the memory of the script",
+        "not self.as_views or index in self._held",
+        "not self.as_views",
+        "tests/buckets/test_script_memory.py -k in_every_step",
+    ),
+    Mutant(
+        "results overlap in memory",
+        "if self._of_parameters.overlaps(start, stop) or self._of_results.overlaps(start, stop):",
+        "if False:",
+        "tests/buckets/test_script_memory.py -k overlaps",
+    ),
+    Mutant(
         "segments that other ranks write to are kept after a failure",
         "if any(call.segments.serials) or call.phase_name in",
         "if call.phase_name in",
