@@ -25,7 +25,7 @@ from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_tra
 from legacy_ddp._errors import show_usable
 from legacy_ddp._interrupts import undone_by
 from legacy_ddp._log import log_construction, script_level
-from legacy_ddp._record import NoMetrics, SyncRecord
+from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import (
     CommHook,
     Settings,
@@ -226,8 +226,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         """
         synchronizer, arguments = self._synchronizer, Arguments(sample_size, skip, metrics)
         if not synchronizer.policy.sync_enabled:
-            synchronizer.policy.idle_calls += 1
-            return SyncRecord(call=0, synchronized=False, metrics=NoMetrics())
+            return synchronizer.idle_call(self._group.resolve())
         parameters, group = partial(synchronizer.planner.walk.columns, self.module), self._group.resolve()
         notice = None if self._joining is None else self._notify
         try:

@@ -36,7 +36,7 @@ class Flag:
     ISSUED_KNOWN: ``steps`` or ``issued`` has a number. SCALED: with ``nonfinite="skip"``, a GradScaler skips steps with
     infinities on the rank. STALE: a gradient of the rank holds the result of an earlier call, which this call divides
     again, or which an earlier call has divided again. NAMED: the rank compares the names of its buffers. RENAMED: these
-    names have not been compared yet.
+    names have not been compared yet. CLEARED: backward ran, and then every gradient was cleared.
     """
 
     FAILED = 1
@@ -56,6 +56,7 @@ class Flag:
     STEPS_KNOWN = 16384
     ISSUED_KNOWN = 32768
     SCALED = 65536
+    CLEARED = 131072
     STALE = 262144
     NAMED = 2**28
     RENAMED = 2**29

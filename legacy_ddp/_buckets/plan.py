@@ -317,6 +317,7 @@ class Planner:
         self.walk = ParameterWalk()
         self.segments = SegmentPolicy()
         self._known: _Known | None = None  # None: the next call makes a new plan
+        self.first_parameters: dict[str, object] = {}  # identities of the parameters of the first plan, by name
 
     def change_settings(self, settings: Settings) -> None:
         """Use these settings from the next plan on; the next call makes a new plan."""
@@ -367,6 +368,9 @@ class Planner:
         self._backward_copy.attach(())
         self.counter.attach([slot.name for slot in layout.slots], plan.parameters, last_results)
         self._backward_copy.attach((buffer, plan.parameters[slots]) for buffer, slots in plan.slot_ranges)
+        if self.layout is None:
+            names_of_slots = [slot.name for slot in layout.slots]
+            self.first_parameters = dict(zip(names_of_slots, map(internals.identity, plan.parameters), strict=True))
         self.layout = layout
         self._known = known
         return plan

@@ -88,6 +88,9 @@ class Check:
     def begin_forward(self, *, is_training: bool) -> None:
         """A forward of the wrapper begins: local, and without effect on the forward."""
 
+    def idle_call(self) -> str | None:
+        """A call inside no_sync() did nothing: local. The text of a warning, None without one."""
+
     def restart(self) -> None:
         """All ranks got the parameters of one rank: a difference between earlier calls is repaired."""
 

@@ -1,6 +1,6 @@
 """The list of the checks of a call, and the shorter checks.
 
-``edited``, ``nonfinite``, ``late_nonfinite`` and ``replicas`` have the longer checks.
+``edited``, ``nonfinite``, ``late_nonfinite``, ``replicas`` and ``untrained`` have the longer checks.
 """
 
 import logging
@@ -22,6 +22,7 @@ from legacy_ddp._collectives.edited import EditedGradients
 from legacy_ddp._collectives.late_nonfinite import LateNonFiniteGradients
 from legacy_ddp._collectives.nonfinite import NonFiniteGradients
 from legacy_ddp._collectives.replicas import Replicas
+from legacy_ddp._collectives.untrained import ClearedGradients, LocalStepsAlone, UntrainedParameters
 from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_late_rank, warn
@@ -358,6 +359,7 @@ class CheckList:
         self.with_end = _overriding(checks, "end")
         self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
         self.with_forward = _overriding(checks, "begin_forward")
+        self.with_idle_call = _overriding(checks, "idle_call")
         self.mismatches: Sequence[tuple[Precedence, Mismatch]] = [
             (check.precedence, check.mismatch) for check in _overriding(checks, "mismatch")
         ]
@@ -394,6 +396,9 @@ CHECKS: tuple[type[Check], ...] = (
     SameData,
     UnclearedGradients,
     DividedResults,
+    ClearedGradients,
+    UntrainedParameters,
+    LocalStepsAlone,
     MergedMicroBatches,
     EvaluationHint,
     LateRankReport,

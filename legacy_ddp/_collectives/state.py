@@ -25,7 +25,8 @@ from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
 from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._interrupts import undone_by
-from legacy_ddp._record import SyncRecord
+from legacy_ddp._log import warn
+from legacy_ddp._record import NoMetrics, SyncRecord
 from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
@@ -182,6 +183,14 @@ class Synchronizer:
             check.begin_forward(is_training=is_training)
         if self.observers.forward:
             self.observers.forward.notify(args, kwargs)
+
+    def idle_call(self, group: dist.ProcessGroup) -> SyncRecord:
+        """A call inside no_sync(), which does nothing: its record. Local."""
+        self.policy.idle_calls += 1
+        for check in self.checks.with_idle_call:
+            if check.is_on and (text := check.idle_call()):
+                warn(dist.get_rank(group), text, check.section, is_everywhere=True)
+        return SyncRecord(call=0, synchronized=False, metrics=NoMetrics())
 
     def end_call(self, record: SyncRecord) -> SyncRecord:
         """The end of a call for the caller: show the warnings, and call the ``on_sync()`` callbacks."""

@@ -403,7 +403,7 @@ class StepHistory(ReplicaDigests):
         digests.gradients_at_step = _add(digests.gradients_at_step, found.gradients.value)
         digests.parameters_after_step = _add(digests.parameters_after_step, step.after.value)
 
-    def count_other_step(self) -> None:
+    def count_other_step(self, _: torch.optim.Optimizer) -> None:
         """Count a step of an optimizer without these parameters: of another model, or of replaced parameters."""
         self.digests.other_steps += 1
 

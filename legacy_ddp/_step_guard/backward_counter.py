@@ -42,15 +42,16 @@ class StepPolicy:
 
     ``module_class``: of the wrapped module, empty for parameters without one. ``has_leaves``: gradients were removed
     from ``.grad`` to be summed, and wait for the call. ``has_local_steps``: a step inside a ``no_sync()`` block has
-    used gradients since the last call. ``idle_calls``: the calls inside such blocks since then. ``forwards``: forward
-    passes of the wrapper since the last call, with gradients enabled. ``passes``: that an exception has ended, or that
-    still run.
+    used gradients since the last call. ``has_stepped_locally``: the same, until a check has counted the step.
+    ``idle_calls``: the calls inside such blocks since then. ``forwards``: forward passes of the wrapper since the last
+    call, with gradients enabled. ``passes``: that an exception has ended, or that still run.
     """
 
     guarded: bool
     module_class: str = ""
     has_leaves: bool = False
     has_local_steps: bool = False
+    has_stepped_locally: bool = False
     idle_calls: int = 0
     forwards: int = 0
     passes: OpenPasses = field(default_factory=OpenPasses)

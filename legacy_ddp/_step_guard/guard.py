@@ -121,6 +121,7 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
                 continue
             if not hook.policy.sync_enabled:
                 _consume(hook)
+                hook.policy.has_stepped_locally = True
                 break
             if hook.policy.guarded and guard is None:
                 guard = hook

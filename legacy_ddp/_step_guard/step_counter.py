@@ -31,7 +31,7 @@ class StepObserver:
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An outermost step has ended. Not called for a step with an error."""
 
-    def count_other_step(self) -> None:
+    def count_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of an optimizer without these parameters has ended: of a second model, or of replaced parameters."""
 
     def covers(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -59,9 +59,9 @@ class StepObserver:
             self._open = None
             self.end_step(optimizer)
 
-    def _after_other_step(self) -> None:
+    def _after_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self._open is None and self.policy.sync_enabled:
-            self.count_other_step()
+            self.count_other_step(optimizer)
 
 
 _observers: list[weakref.ref[StepObserver]] = []  # a WeakSet takes longer to walk through
@@ -91,7 +91,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if observer.covers(optimizer):
             observer._after_step(optimizer)
         else:
-            observer._after_other_step()
+            observer._after_other_step(optimizer)
 
 
 class StepCounter(StepObserver):

@@ -513,3 +513,8 @@ def has_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
     """Whether ``scaler.unscale_(optimizer)`` ran, and neither ``scaler.step()`` nor ``scaler.update()`` since."""
     states = scaler._per_optimizer_states if scaler.is_enabled() else {}
     return states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED
+
+
+def all_optimizers() -> list[torch.optim.Optimizer]:
+    """Every optimizer in this process. Looks at all objects, which may take seconds: not for every step."""
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer)]

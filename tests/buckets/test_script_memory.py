@@ -224,24 +224,23 @@ def test_two_dtypes_share_the_bytes_of_one_tensor(rank: int) -> list[Any]:
 
 @on_ranks(2)
 def _overlapping(rank: int) -> list[Any]:
-    """Of two gradients that overlap one alone is written in place; weights are never written to."""
+    """On rank 0 two gradients overlap, and a third overlaps with its weight. On rank 1 nothing does."""
     found = []
     for as_view in (True, False):
         net = _Net()
         model = Model(net, gradient_as_bucket_view=as_view)
-        memory = torch.zeros(6)
-        net.a.grad, net.b.grad = memory[:4].view(2, 2), memory[3:]
-        ((2 * rank) * (net.a.sum() + 10 * net.b.sum())).backward()
-        weights = torch.ones(5)
+        memory, weights = torch.zeros(6 if rank == 0 else 7), torch.ones(3)
+        net.a.grad, net.b.grad = memory[:4].view(2, 2), memory[-3:]
         net.c.data = weights[:2].view(2, 1)
-        net.c.grad = weights[1:3].view(2, 1)
+        net.c.grad = weights[1:].view(2, 1) if rank == 0 else torch.full((2, 1), 3.0)
+        ((2 + 2 * rank) * (net.a.sum() + 10 * net.b.sum())).backward()
         model.all_reduce()
-        found.append([each.grad.flatten().tolist() for each in (net.a, net.b, net.c)] + [weights.tolist()])
+        found.append([each.grad.flatten().tolist() for each in net.parameters()] + [weights.tolist()])
     return found
 
 
 def test_memory_that_overlaps_is_written_to_for_one_gradient_and_never_for_weights() -> None:
-    means = [[1.0, 1.0, 1.0, 11.0], [11.0, 10.0, 10.0], [1.0, 1.0], [1.0] * 5]
+    means = [[3.0, 3.0, 3.0, 13.0], [31.0, 30.0, 30.0], [2.0, 2.0], [1.0] * 3]
 
     assert _overlapping() == [[means, means]] * 2
 

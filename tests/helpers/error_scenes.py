@@ -1,5 +1,6 @@
 """A short program for each error and warning that three ranks can raise; docs/errors.md shows their texts."""
 
+import copy
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -171,6 +172,36 @@ def _uncleared(rank: int) -> None:
         optimizer.step()
 
 
+def _cleared(rank: int) -> None:
+    model = _wrap()
+    for _ in range(5):
+        model(torch.ones(3, 2) + rank).sum().backward()
+        if rank == 1:
+            model.zero_grad()
+        model.all_reduce()
+        model.zero_grad()
+
+
+def _of_a_copy(rank: int) -> None:
+    model = _wrap()
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    for _ in range(17):
+        model(torch.ones(3, 2) + rank).sum().backward()
+        model.all_reduce()
+        optimizer.step()
+        model.zero_grad()
+
+
+def _local_steps(rank: int) -> None:
+    model = _wrap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for _ in range(21):
+        with model.no_sync():
+            _step(model)
+            optimizer.step()
+            model.zero_grad()
+
+
 def _statistics(rank: int) -> None:
     model = LegacyDistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.BatchNorm1d(2)))
     model(torch.ones(3, 2) + rank).sum().backward()
@@ -195,6 +226,9 @@ WARNINGS: dict[str, Callable[[int], None]] = {
     "Uneven work": _uneven,
     "The same data": _same_data,
     "Gradients that were not cleared": _uncleared,
+    "Gradients that were cleared before the call": _cleared,
+    "Parameters that no step changes": _of_a_copy,
+    "Every step inside no_sync()": _local_steps,
     "Statistics of each rank": _statistics,
     "Merged micro-batches": _merged,
 }

@@ -158,6 +158,36 @@ AGREEMENT = (
 
 COLLECTIVES = (
     Mutant(
+        "zeros of backward count as cleared gradients",
+        "own.was_written(parameter.grad)) and own.is_alone(hooks)",
+        "True) and own.is_alone(hooks)",
+        "tests/collectives/test_untrained.py -k with_an_effect",
+    ),
+    Mutant(
+        "gradients cleared in place are not noticed",
+        "(kinds[own.index] == ABSENT or own.was_written(parameter.grad))",
+        "kinds[own.index] == ABSENT",
+        "tests/collectives/test_untrained.py -k without_effect",
+    ),
+    Mutant(
+        "a write through .data is no write",
+        "and not self._has_other_values(parameters, unwritten)",
+        "",
+        "tests/collectives/test_untrained.py -k with_an_effect",
+    ),
+    Mutant(
+        "a parameter that took the place of another is not noticed",
+        "if first.get(slot.name) is not internals.identity(parameter)",
+        "if slot.name not in first",
+        "tests/collectives/test_untrained.py -k without_effect",
+    ),
+    Mutant(
+        "old gradients of an optimizer are new ones",
+        "self.idle += before is not None and before[0] is mark[0] and before[1] == mark[1]",
+        "",
+        "tests/collectives/test_untrained.py -k without_effect",
+    ),
+    Mutant(
         "results do not reach the memory of the script",
         "not self.as_views or index in self._held",
         "not self.as_views",
