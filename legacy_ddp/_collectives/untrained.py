@@ -18,6 +18,7 @@ from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.guard import hooks_of_script
 from legacy_ddp._step_guard.step_counter import StepObserver
 
 _CLEARED_CALLS = 5
@@ -25,6 +26,16 @@ _WINDOW = 16  # calls between two looks at the parameters
 _STEPS = 5  # in a window: fewer are no evidence
 _LOCAL_STEPS = 20
 _SAMPLED, _SAMPLE = 4, 64  # parameters, and elements of each, whose values are compared
+
+
+_CLEAR_LATER = "call zero_grad() between step() and the next backward()"
+_NOTHING = f"nothing is trained;\n{_CLEAR_LATER}"
+_ZEROS = f"zeros are averaged in their place;\n{_CLEAR_LATER}; a rank without data passes skip=True, or\nsample_size=0"
+_IN_HOOK = (
+    "the parameters have hooks of the script:\n  {}\n"
+    "a hook that steps or clears gradients inside of backward() leaves nothing to reduce: remove it, and step\n"
+    "once, after backward() and all_reduce()"
+)
 
 
 class ClearedGradients(Check):
@@ -52,29 +63,25 @@ class ClearedGradients(Check):
         ranks = [rank for rank, calls in self._calls.items() if calls >= _CLEARED_CALLS]
         if not ranks:
             return None
-        is_everywhere = len(ranks) == len(agreement.participants)
+        effect = _NOTHING if len(ranks) == len(agreement.participants) else _ZEROS
+        hooks = hooks_of_script(step.plan.parameters)  # of rank 0
         return (
             f"{step.call}: on {name_ranks(ranks)} every gradient was cleared between backward and the call,\n"
             f"in {_CLEARED_CALLS} calls in a row (warned once): "
-            + (
-                "nothing is trained;\ncall zero_grad() between step() and the next backward()"
-                if is_everywhere
-                else "zeros are averaged in their place;\n"
-                "call zero_grad() between step() and the next backward(); a rank without data passes skip=True, or\n"
-                "sample_size=0"
-            )
+            + (_IN_HOOK.format(", ".join(hooks)) if hooks else effect)
         )
 
 
 def _were_cleared(step: LocalStep) -> bool:
-    """Whether every gradient that backward has reached is gone, or zero and written to after backward, by no hook."""
+    """Whether every gradient that backward has reached is gone, or is zero and was written to after backward, by no
+    hook."""
     kinds, norm = step.packed.kinds, step.header.local_norm
     if norm is None and kinds.count(ABSENT) < len(kinds):  # on a device: no norm without a wait
         return False
     reached = step.counter.reached(step.plan.parameters)
     on_parameters = internals.accumulate_hooks(parameter for _, parameter in reached)
     return bool(reached) and all(
-        (kinds[own.index] == ABSENT or own.was_written(parameter.grad)) and own.is_alone(hooks)
+        kinds[own.index] == ABSENT or (own.was_written(parameter.grad) and own.is_alone(hooks))
         for (own, parameter), hooks in zip(reached, on_parameters, strict=True)
     )
 

@@ -70,6 +70,17 @@ def _cleared(job: Job, *, ranks: tuple[int, ...] = (0, 1), set_to_none: bool = T
         optimizer.zero_grad()
 
 
+def _cleared_in_a_hook(job: Job) -> None:
+    """The step comes later, so that weights stay equal, and its gradients never."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in job.net.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+    _cleared(job, ranks=())
+
+
 def _assigned(job: Job) -> None:
     optimizer = _sgd(job.net)
     _assign(job.net)
@@ -109,7 +120,7 @@ def _frozen_net() -> nn.Module:
 
 CLEARED = "on ranks 0-1 every gradient was cleared between backward and the call"
 CLEARED_ALONE = "on rank 1 every gradient was cleared between backward and the call"
-FAULTS: dict[str, tuple[Callable[[Job], None], Callable[[], nn.Module], tuple[str, str]]] = {
+FAULTS: dict[str, tuple[Callable[[Job], None], Callable[[], nn.Module], tuple[str, ...]]] = {
     "cleared": (_cleared, tanh_net, (CLEARED, "nothing is trained")),
     "cleared in place": (partial(_cleared, set_to_none=False), tanh_net, (CLEARED, "nothing is trained")),
     "cleared on a rank": (partial(_cleared, ranks=(1,)), tanh_net, (CLEARED_ALONE, "passes skip=True")),
@@ -118,6 +129,7 @@ FAULTS: dict[str, tuple[Callable[[Job], None], Callable[[], nn.Module], tuple[st
         tanh_net,
         (CLEARED_ALONE, "passes skip=True"),
     ),
+    "cleared in a hook": (_cleared_in_a_hook, tanh_net, (CLEARED, "test_untrained.py", "in drop", "remove it")),
     "assigned": (_assigned, tanh_net, ("4 of 4 parameters", "make the optimizer of model.parameters() again")),
     "assigned later": (_assigned_in_training, tanh_net, ("4 of 4 parameters", "make the optimizer of model")),
     "copy": (_optimizer_of_a_copy, tanh_net, ("4 of 4 parameters", "make the optimizer of model.parameters() again")),
