@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 def printable_lines(text: str) -> str:
     """The text with every line printable. For a text of this library, whose parts of other origin have no newlines."""
-    return "\n".join(map(printable, text.split("\n")))
+    return "\n".join(map(printable, text.replace("\r\n", "\n").split("\n")))
 
 
 def plain(value: float | str) -> float | str:

@@ -93,7 +93,7 @@ class NumberError(Exception):
         (ValueError("bad batch"), "ValueError: bad batch", "ValueError: bad batch"),
         (KeyError("name"), "KeyError: 'name'", "KeyError: 'name'"),
         (ValueError("what\nand why"), "ValueError: what\nand why", "ValueError: what"),
-        (ValueError("what\r\nand why"), "ValueError: what\r\nand why", "ValueError: what"),
+        (ValueError("what\r\nand why"), "ValueError: what\nand why", "ValueError: what"),
         (ValueError("\n  what\nand why"), "ValueError: \n  what\nand why", "ValueError: what"),
         (ValueError(), "ValueError", "ValueError"),
         (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),

@@ -229,8 +229,10 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
 def slot_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides for a gradient of ``tensor``: its own strides if dense, else the strides torch would choose."""
     # The strides of the parameter may overlap (expanded) or leave holes (sliced); the strides of empty_like never do.
-    # Not empty_like(tensor): a class with operations of its own may lack it.
-    return tuple(torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta")).stride())
+    # A class with operations of its own may lack empty_like().
+    has_own = internals.has_own_dispatch(tensor)
+    like = torch.empty_strided(tensor.shape, tensor.stride(), device="meta") if has_own else tensor
+    return tuple(torch.empty_like(like, device="meta").stride())
 
 
 def describe_module(module: nn.Module) -> dict[str, str]:

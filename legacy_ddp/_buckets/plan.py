@@ -216,7 +216,7 @@ class _MoveHook(PassiveHook):
             return
         with self.thread.moving:
             if self.thread.is_single and (moved := self.buffer.move_to_slot(self.index, parameter)) is not None:
-                counting.left_version = moved._version
+                counting.left_version, counting.grad_identity = moved._version, internals.identity(moved)
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ class Replicas(Check):
             self.digests.end_call(step.call)
 
     def observe(self, step: LocalStep, _: Agreement) -> str | None:
-        if self._has_listed or self.digests is None:
+        if self._has_listed or self.digests is None or step.call.groups.size == 1:
             return None
         self._has_listed = True
         if not (names := self.digests.unread()):

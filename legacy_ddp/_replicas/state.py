@@ -205,10 +205,10 @@ def flatten(name: str, value: object) -> Iterator[Fact]:
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor | str:
-    """The tensor, or its type as text if its bits cannot be digested."""
+    """The tensor, or its type as text if its bits cannot be digested; a meta tensor has none."""
     if is_digestible(tensor):
         return tensor
-    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}{NOT_COMPARED}"
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}{' on meta' if tensor.is_meta else NOT_COMPARED}"
 
 
 def unread(items: Iterable[StateItem]) -> list[str]:

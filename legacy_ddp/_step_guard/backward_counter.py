@@ -1,10 +1,10 @@
 """Counts of backward passes per parameter since the last call.
 
 The largest count is the number of micro-batches, which serves warnings and never arithmetic. A layer that runs inside
-several re-entrant checkpoint segments is reached several times by one backward pass: so there are at most as many
-micro-batches as forward passes of the wrapper, if there were any. The number is too high for such a layer without a
-wrapper, and if a dropped gradient was zeroed in place; it is too low if several losses each use a part of the model,
-and with ``create_graph=True``.
+several re-entrant checkpoint segments is reached several times by one backward pass, with a pass inside of the pass for
+each: then there are at most as many micro-batches as forward passes of the wrapper. The number is too high for such a
+layer without a wrapper, and if a dropped gradient was zeroed in place; it is too low if several losses each use a part
+of the model, and with ``create_graph=True``.
 """
 
 import sys
@@ -100,7 +100,8 @@ class BackwardHook:
     ``grad_version``: of the gradient, after its last backward. ``left_version``: the same, after the gradient moved to
     its slot, if it moved. ``is_consumed``: a local step has used the counted gradients, and the next backward counts
     from 1. ``is_stepped``: the parameter was written to between the last call and the first backward since.
-    ``first_pass``: the number of the backward pass that began the counted gradient, -1 if unknown.
+    ``first_pass``: the number of the backward pass that began the counted gradient, -1 if unknown. ``grad_identity``:
+    of the gradient, after its last backward, or after it moved.
     """
 
     name: str
@@ -118,6 +119,7 @@ class BackwardHook:
     is_consumed: bool = False
     is_stepped: bool = False
     first_pass: int = -1
+    grad_identity: dict[str, Any] | None = None
 
     def __call__(self, parameter: torch.Tensor) -> None:
         index, counts, versions, grad = self.index, self.counts, self.versions, parameter.grad
@@ -138,13 +140,12 @@ class BackwardHook:
             if is_new and versions[index] in (parameter._version, _ANY_VERSION):
                 counts[index] = 0
             is_continued = counts[index] > 0 and version == self.left_version + 1
-            self.grad_version = self.left_version = version
-            self.thread = thread
             if thread:
                 self.policy.clock.accumulated = perf_counter()
-                number = self.policy.passes.enter()
-                # A gradient that was written to may have been cleared. A write on a device may leave no version.
-                self.first_pass = self.first_pass if is_continued and grad.is_cpu else number
+                # Two threads may add before either hook runs.
+                self._note_pass(grad, is_added=counts[index] > 0 and (is_continued or thread != self.thread))
+            self.grad_version = self.left_version = version
+            self.thread = thread
         count = counts[index]
         if not count or versions[index] == _ANY_VERSION:
             self.is_stepped = versions[index] not in (parameter._version, _ANY_VERSION)
@@ -157,11 +158,20 @@ class BackwardHook:
                 self.sums.discard(index)
         counts[index] = count + 1
 
+    def _note_pass(self, grad: torch.Tensor, *, is_added: bool) -> None:
+        """``is_added``: nothing but backward has written to ``grad`` since its first pass, if it is the same tensor."""
+        number, identity = self.policy.passes.enter(), internals.identity(grad)
+        # A gradient that was written to may have been cleared. A write on a device may leave no version.
+        is_same = is_added and identity is self.grad_identity and grad.is_cpu
+        # Of two threads the later pass may come first.
+        self.first_pass = min(self.first_pass, number) if is_same else number
+        self.grad_identity = identity
+
     def take_over(self, earlier: "BackwardHook") -> None:
         """Go on with the count of an earlier hook on the same parameter."""
         self.grad_version, self.left_version, self.thread = earlier.grad_version, earlier.left_version, earlier.thread
         self.is_consumed, self.is_stepped = earlier.is_consumed, earlier.is_stepped
-        self.first_pass = earlier.first_pass
+        self.first_pass, self.grad_identity = earlier.first_pass, earlier.grad_identity
 
     def was_reduced(self, grad: torch.Tensor | None, *, excluding: "BackwardHook | None" = None) -> bool:
         """Whether a call left ``grad``, and no backward has reached the gradient since.
@@ -378,7 +388,8 @@ class BackwardCounter:
         else:
             counts = self._counts
         largest = max(counts, default=0)
-        return min(largest, self.policy.forwards or largest)
+        is_exact = not (self.policy.passes.has_nested and self.policy.forwards)
+        return largest if is_exact else min(largest, self.policy.forwards)
 
     def given_gradients(self, parameters: Sequence[torch.Tensor]) -> Collection[int] | None:
         """Positions of gradients that the script has put into ``.grad`` as parts of its memory: those to which backward

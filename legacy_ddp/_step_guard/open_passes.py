@@ -17,10 +17,14 @@ from legacy_ddp._torch.device import which_nonzero
 
 
 class OpenPasses:
-    """The passes over the parameters of one counter that have begun and not ended."""
+    """The passes over the parameters of one counter that have begun and not ended.
+
+    ``has_nested``: one of the passes since the last call ran inside of another pass.
+    """
 
     def __init__(self) -> None:
         self._numbers: set[int] = set()
+        self.has_nested = False
 
     def enter(self) -> int:
         """A hook runs. The number of the pass that called it, -1 outside of a pass."""
@@ -29,6 +33,7 @@ class OpenPasses:
             # Asked first: after an exception between both statements nobody knows the pass, which has not ended.
             internals.at_end_of_backward(partial(self._numbers.discard, number))
             self._numbers.add(number)
+            self.has_nested = self.has_nested or internals.inside_function_backward()
         return number
 
     @property
@@ -39,6 +44,7 @@ class OpenPasses:
     def forget(self) -> None:
         """A call has reduced the gradients, or the gradients are dropped."""
         self._numbers.clear()
+        self.has_nested = False
 
 
 def check_complete(incomplete: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -92,6 +92,7 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch.amp.grad_scaler", "OptState"),
     *_names("torch.autograd", "_profiler_enabled"),
     *_names("torch.autograd.Variable", "_execution_engine"),
+    *_names("torch.autograd.function", "BackwardCFunction"),
     *_names("torch.autograd.grad_mode", "_unsafe_preserve_version_counter"),
     *_names("torch.autograd.graph", "_engine_run_backward"),
     *_names("torch._C._FunctionBase", "_sequence_nr"),

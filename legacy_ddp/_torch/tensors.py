@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from operator import attrgetter
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._C._dynamo.guards import TensorGuards as DynamoGuards
 from torch.amp.grad_scaler import OptState
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.profiler import record_function
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,6 +29,7 @@ from legacy_ddp._interrupts import undone_by
 _USE_COUNT: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in the stubs
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # new in torch 2.10
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
+_FUNCTION_BACKWARD = BackwardCFunction.apply.__code__
 _NO_HOOKS: Mapping[int, Callable[[torch.Tensor], None]] = {}
 # Torch will remove its quantized dtypes. The others of them have several elements in a byte.
 _QUANTIZED = (("qint8", torch.int8), ("quint8", torch.uint8), ("qint32", torch.int32))
@@ -310,6 +313,15 @@ def inside_backward() -> bool:
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id  # the number of the pass of the caller, or -1
+
+
+def inside_function_backward() -> bool:
+    """Whether the calling thread runs the ``backward()`` of a function in Python, for example of a re-entrant
+    checkpoint."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _FUNCTION_BACKWARD:
+        frame = frame.f_back
+    return frame is not None
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:

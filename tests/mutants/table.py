@@ -826,8 +826,8 @@ STEPS = (
     ),
     Mutant(
         "a gradient that was cleared in place belongs to its first pass",
-        "self.first_pass if is_continued and grad.is_cpu else number",
-        "self.first_pass if self.counts[index] else number",
+        "is_added=counts[index] > 0 and (is_continued or thread != self.thread)",
+        "is_added=counts[index] > 0",
         "tests/step_guard/test_passes.py -k half_a_backward",
     ),
     Mutant(
@@ -838,7 +838,7 @@ STEPS = (
     ),
     Mutant(
         "passes inside of a pass are micro-batches",
-        "return min(largest, self.policy.forwards or largest)",
+        "return largest if is_exact else min(largest, self.policy.forwards)",
         "return largest",
         "tests/step_guard/test_passes.py -k reentrant",
     ),
