@@ -78,7 +78,7 @@ def test_numbers_on_a_device_cost_one_wait_in_all_and_a_report_three() -> None:
         "a part of no items": (1, 1, [4, False, (0,), {}]),
         "cleared in place": (2, 2, [None, False, (), {}]),
         "cleared in place, with items": (3, 3, [8, False, (), {}]),  # also: is any of them an earlier result?
-        "no items, and a gradient that cannot be used": (1, 2, [4, False, (0,), {}]),
+        "no items, and a gradient that cannot be used": (1, 3, [4, False, (0,), {}]),
     }
 
     found = run_ranks(_counts_waits, 2, fresh=True)
