@@ -13,6 +13,7 @@ from typing import NamedTuple, SupportsFloat, SupportsIndex, TypeGuard
 
 import torch
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.header import Flag, Header, Participation, encode_double
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE
 from legacy_ddp._buckets.layout import fingerprint
@@ -269,9 +270,21 @@ def _check_undivided(call: Call, counter: BackwardCounter, plan: Plan, *, is_rep
             f"{len(plan.parameters)} parameters): sample_size would divide that result again in {call}; expected a "
             "gradient made by backward since the last call; call model.zero_grad() between step() and the next "
             "backward(), or, to add up micro-batches, make one call per step: put the earlier micro-batches, with "
-            "their calls, into no_sync()",
+            f"their calls, into no_sync(){_unheld(plan.parameters[added[0]])}",
             parameter=name,
         )
+
+
+def _unheld(parameter: torch.Tensor) -> str:
+    """The likely cause where optimizers hold other tensors: zero_grad() of an optimizer then clears those."""
+    optimizers = internals.all_optimizers()
+    held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
+    if not optimizers or id(parameter) in held:
+        return ""
+    return (
+        "; no optimizer holds this parameter, and zero_grad() of an optimizer clears what it holds: make the optimizer "
+        "of model.parameters() again, after load_state_dict(assign=True) or a new layer"
+    )
 
 
 def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:

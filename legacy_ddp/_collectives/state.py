@@ -176,7 +176,7 @@ class Synchronizer:
         if _private_blocks:
             return
         if torch.is_grad_enabled():
-            self.policy.forwards += 1
+            self.policy.passes.forwards += 1
         if self.leaves is not None and self.policy.sync_enabled:
             self.leaves.drop_if_cleared()
         for check in self.checks.with_forward:

@@ -191,8 +191,10 @@ class ReplicaDigests(StepObserver, ABC):
             self.buffers.begin_forward(self._module)
             if is_training and self._taken is None and self._is_due(self._next_call):
                 self._taken = self._next_call, self._digest(self._next_call)
-        except Exception:  # noqa: BLE001 - a forward may run where bits cannot be read (fake tensors, function
-            pass  # transforms): the call reads them
+        except (RuntimeError, TypeError, ValueError):
+            # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
+            # Other exceptions, as of a signal handler, leave the forward.
+            pass
 
     @abstractmethod
     def digest_of(self, call: Call) -> int | None:

@@ -43,8 +43,7 @@ class StepPolicy:
     ``module_class``: of the wrapped module, empty for parameters without one. ``has_leaves``: gradients were removed
     from ``.grad`` to be summed, and wait for the call. ``has_local_steps``: a step inside a ``no_sync()`` block has
     used gradients since the last call. ``has_stepped_locally``: the same, until a check has counted the step.
-    ``idle_calls``: the calls inside such blocks since then. ``forwards``: forward passes of the wrapper since the last
-    call, with gradients enabled. ``passes``: that an exception has ended, or that still run.
+    ``idle_calls``: the calls inside such blocks since then. ``passes``: that an exception has ended, or that still run.
     """
 
     guarded: bool
@@ -53,7 +52,6 @@ class StepPolicy:
     has_local_steps: bool = False
     has_stepped_locally: bool = False
     idle_calls: int = 0
-    forwards: int = 0
     passes: OpenPasses = field(default_factory=OpenPasses)
     clock: StepClock = field(default_factory=StepClock)
     # The thread of each open no_sync() block, the outermost first. Blocks of two threads end in any order. The steps of
@@ -163,6 +161,8 @@ class BackwardHook:
         number, identity = self.policy.passes.enter(), internals.identity(grad)
         # A gradient that was written to may have been cleared. A write on a device may leave no version.
         is_same = is_added and identity is self.grad_identity and grad.is_cpu
+        if not is_same and self.policy.passes.has_failed_since(self.first_pass, number):
+            self.counts[self.index] = 0  # the gradient of a broken pass was dropped
         # Of two threads the later pass may come first.
         self.first_pass = min(self.first_pass, number) if is_same else number
         self.grad_identity = identity
@@ -388,8 +388,8 @@ class BackwardCounter:
         else:
             counts = self._counts
         largest = max(counts, default=0)
-        is_exact = not (self.policy.passes.has_nested and self.policy.forwards)
-        return largest if is_exact else min(largest, self.policy.forwards)
+        passes = self.policy.passes
+        return min(largest, passes.forwards) if passes.has_nested and passes.forwards else largest
 
     def given_gradients(self, parameters: Sequence[torch.Tensor]) -> Collection[int] | None:
         """Positions of gradients that the script has put into ``.grad`` as parts of its memory: those to which backward
@@ -480,7 +480,7 @@ class BackwardCounter:
                 self._versions[index] = parameters[index]._version
         self._counts[:] = [0] * len(self._counts)
         self._sums.clear()
-        self.policy.has_local_steps, self.policy.idle_calls, self.policy.forwards = False, 0, 0
+        self.policy.has_local_steps, self.policy.idle_calls = False, 0
         self.policy.passes.forget()
         for hook in self._hooks if self._has_earlier_results else ():
             hook.earlier_result = None

@@ -15,16 +15,6 @@ from legacy_ddp._step_guard.frozen_gradients import FrozenHook
 from legacy_ddp._text import printable
 from legacy_ddp._torch import device as devices
 
-_FORGOTTEN = (
-    "call model.all_reduce() between backward() and step(); a step meant for this\n"
-    'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
-    "switches this check off"
-)
-_IN_HOOK = (
-    "this step() runs inside of backward(), in a hook of the script:\n  {}\n"
-    "remove this hook: there is no place for all_reduce() before its step(); step\n"
-    "once, after backward() and model.all_reduce()"
-)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -159,10 +149,23 @@ def _text(optimizer: torch.optim.Optimizer, hooks: Sequence[BackwardHook | Froze
             "backward made them, and the parameters were frozen (requires_grad=False) before the call, which leaves\n"
             "frozen parameters out; freeze them after step(), or clear their gradients when you freeze them"
         )
-    hook = hook_line()
     return (
         f"{_name_step(optimizer)} would use gradients that were not reduced since the last backward:\n"
-        f"  {_which(unreduced)}\n{_IN_HOOK.format(hook) if hook else _FORGOTTEN}"
+        f"  {_which(unreduced)}\n{_next_step()}"
+    )
+
+
+def _next_step() -> str:
+    if hook := hook_line():
+        return (
+            f"this step() runs inside of backward(), in a hook of the script:\n  {hook}\n"
+            "remove this hook: there is no place for all_reduce() before its step(); step\n"
+            "once, after backward() and model.all_reduce()"
+        )
+    return (
+        "call model.all_reduce() between backward() and step(); a step meant for this\n"
+        'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
+        "switches this check off"
     )
 
 

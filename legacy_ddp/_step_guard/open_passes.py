@@ -19,11 +19,13 @@ from legacy_ddp._torch.device import which_nonzero
 class OpenPasses:
     """The passes over the parameters of one counter that have begun and not ended.
 
-    ``has_nested``: one of the passes since the last call ran inside of another pass.
+    ``forwards``: forward passes of the wrapper with gradients enabled, since the last call, or since the forward before
+    the first pass after an exception. ``has_nested``: one of the passes since the last call ran inside of another pass.
     """
 
     def __init__(self) -> None:
         self._numbers: set[int] = set()
+        self.forwards = 0
         self.has_nested = False
 
     def enter(self) -> int:
@@ -32,8 +34,11 @@ class OpenPasses:
         if number >= 0 and number not in self._numbers:
             # Asked first: after an exception between both statements nobody knows the pass, which has not ended.
             internals.at_end_of_backward(partial(self._numbers.discard, number))
+            is_nested, is_retry = internals.inside_function_backward(), bool(self._numbers)
             self._numbers.add(number)
-            self.has_nested = self.has_nested or internals.inside_function_backward()
+            self.has_nested = self.has_nested or is_nested
+            if is_retry and not is_nested:
+                self.forwards = min(self.forwards, 1)
         return number
 
     @property
@@ -41,10 +46,14 @@ class OpenPasses:
         """The number of the last open pass, -1 without one."""
         return max(self._numbers, default=-1)
 
+    def has_failed_since(self, first: int, number: int) -> bool:
+        """Whether a pass from ``first`` on, and before ``number``, is open."""
+        return first >= 0 and any(first <= other < number for other in tuple(self._numbers))
+
     def forget(self) -> None:
         """A call has reduced the gradients, or the gradients are dropped."""
         self._numbers.clear()
-        self.has_nested = False
+        self.forwards, self.has_nested = 0, False
 
 
 def check_complete(incomplete: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -57,9 +66,9 @@ def check_complete(incomplete: Sequence[tuple[str, torch.Tensor]]) -> None:
     found = list(compress(names, which_nonzero([grad for _, grad in incomplete])))
     if found:
         raise GradientError(
-            f"an exception ended a backward() half-way since the last call, so gradients are missing: {len(found)} "
-            f"parameters, first {found[0]!r}, still hold a gradient of this pass or from before it; call zero_grad() "
-            "and do the step again from its first micro-batch, or call zero_grad() and leave this rank out with "
-            "skip=True or sample_size=0",
+            f"an exception ended a backward() half-way since the last call: gradients of {len(found)} parameters, "
+            f"first {found[0]!r}, are from this pass or from before it, and a part of the pass is missing; call "
+            "zero_grad() and do the step again from its first micro-batch, or call zero_grad() and leave this rank out "
+            "with skip=True or sample_size=0",
             parameter=found[0],
         )

@@ -838,7 +838,7 @@ STEPS = (
     ),
     Mutant(
         "passes inside of a pass are micro-batches",
-        "return largest if is_exact else min(largest, self.policy.forwards)",
+        "return min(largest, passes.forwards) if passes.has_nested and passes.forwards else largest",
         "return largest",
         "tests/step_guard/test_passes.py -k reentrant",
     ),

@@ -338,6 +338,25 @@ def _nested_counts(rank: int) -> dict[str, Any]:
     return found | {"told": logged_warnings.take()}
 
 
+def _second_tries(rank: int) -> dict[str, list[int]]:
+    """The micro-batches of both ranks, after a pass of rank 1 was broken off, cleared and made again."""
+    logged_warnings.listen()
+    found = {}
+    for set_to_none in (True, False):
+        for times in (1, 2):
+            model = LegacyDistributedDataParallel(Nested(), checks=Checks(uneven="raise"))
+            x = torch.ones(1, 2).requires_grad_()
+            if rank == 1:
+                handle = model.module.layer.weight.register_hook(_raise)
+                with suppress(_BrokenError):
+                    model(x, times, reentrant=True).sum().backward()
+                handle.remove()
+                model.zero_grad(set_to_none=set_to_none)
+            model(x, times, reentrant=True).sum().backward()
+            found[f"{set_to_none=}, {times=}"] = [row.micro_batches for row in model.all_reduce().rows]
+    return found | {"told": logged_warnings.take()}
+
+
 @on_ranks(2)
 def _uneven_counts(rank: int) -> list[Any]:
     """Ranks with different numbers of micro-batches, each of which uses its layer three times."""
@@ -353,6 +372,13 @@ def test_a_layer_used_several_times_under_a_reentrant_checkpoint_is_one_micro_ba
     for found in _nested_counts():
         assert found.pop("told") == []
         assert {case for case, is_right in found.items() if not is_right} == set()
+
+
+@pytest.mark.cpu("there an exception of a hook comes in a thread of torch; on the simulated device it ends the process")
+def test_a_second_try_after_a_broken_pass_is_one_micro_batch() -> None:
+    for found in run_ranks(_second_tries, 2):
+        assert found.pop("told") == []
+        assert {case: counts for case, counts in found.items() if counts != [1, 1]} == {}
 
 
 def test_uneven_micro_batches_with_reentrant_checkpoints_are_still_told() -> None:
