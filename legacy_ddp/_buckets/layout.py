@@ -229,10 +229,11 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
 def slot_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Strides for a gradient of ``tensor``: its own strides if dense, else the strides torch would choose."""
     # The strides of the parameter may overlap (expanded) or leave holes (sliced); the strides of empty_like never do.
-    # A class with operations of its own may lack empty_like().
-    has_own = internals.has_own_dispatch(tensor)
-    like = torch.empty_strided(tensor.shape, tensor.stride(), device="meta") if has_own else tensor
-    return tuple(torch.empty_like(like, device="meta").stride())
+    try:
+        like = torch.empty_like(tensor, device="meta")
+    except (RuntimeError, TypeError):  # a class with operations of its own may lack this one
+        like = torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
+    return tuple(like.stride())
 
 
 def describe_module(module: nn.Module) -> dict[str, str]:

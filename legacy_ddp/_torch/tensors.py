@@ -133,8 +133,9 @@ def is_memory_counted(tensor: torch.Tensor) -> bool:
     """Whether torch knows all references to the memory of ``tensor``: not if it is from NumPy, or shared."""
     if tensor.layout is not torch.strided:  # torch makes the memory of a sparse tensor
         return True
-    storage = tensor.untyped_storage()  # memory from NumPy cannot be resized
-    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())  # CUDA's always says so
+    storage = tensor.untyped_storage()
+    # Memory from NumPy cannot be resized. Memory of a device may say the same, and that of CUDA always is shared.
+    return tensor.device.type != "cpu" or (storage.resizable() and not storage.is_shared())
 
 
 def _references(flat: torch.Tensor) -> int:
