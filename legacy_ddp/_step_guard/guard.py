@@ -1,4 +1,8 @@
-"""The refusal of an optimizer step with unreduced gradients: the guard for a forgotten call."""
+"""The refusal of an optimizer step with gradients that it must not use, before anything changes.
+
+Gradients of this rank alone, because the call was forgotten or a layer was frozen before it, and earlier results that a
+later call has divided again.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
