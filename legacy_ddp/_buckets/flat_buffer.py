@@ -246,8 +246,14 @@ class FlatBuffer:
         """
         views = self.views
         self._held = self._find_held(parameters, given)
-        if not self.as_views or not all(self._is_view) or kinds.count(DENSE) < len(kinds):
-            self._assign(views.tensors, parameters, kinds)
+        if not self.as_views or self._held:
+            self._copy_out(views.tensors, parameters, kinds)
+        elif not all(self._is_view) or kinds.count(DENSE) < len(kinds):
+            for view, parameter, kind, is_view in zip(views.tensors, parameters, kinds, self._is_view, strict=True):
+                if kind == DENSE and not is_view:
+                    parameter.grad = view
+                elif kind == ABSENT:
+                    parameter.grad = None
         views.note_result()
         self._result_identities, self._result_versions = [], []
         if not self.as_views or self._held or max(kinds, default=ABSENT) >= SPARSE:
@@ -271,7 +277,10 @@ class FlatBuffer:
         grad = None  # it would count as a holder
         return held_by_script(parameters, indices, given)
 
-    def _assign(self, views: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
+    def _copy_out(
+        self, views: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], kinds: Sequence[int]
+    ) -> None:
+        """Write the results to memory outside of the flat tensor, with ``as_views`` only to that of the script."""
         slots: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         taken = TakenMemory(parameters)

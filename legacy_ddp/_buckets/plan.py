@@ -125,7 +125,8 @@ class ParameterWalk:
                 tree.append(None)
                 continue
             own, buffers, children = current._parameters, current._buffers, current._modules
-            is_plain = isinstance(own, dict) and isinstance(buffers, dict) and isinstance(children, dict)
+            is_plain = isinstance(own, dict) and isinstance(children, dict)
+            is_plain = is_plain and (not buffers or isinstance(buffers, dict))
             is_usual = is_plain and current.__dict__.keys().isdisjoint(_WALKS)
             if not (is_usual and _has_usual_walk(type(current))):  # type: ignore[arg-type]  # a class has a hash
                 self._walked = None, self._walked[1]

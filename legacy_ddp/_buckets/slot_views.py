@@ -74,28 +74,29 @@ class SlotViews:
 
     def match_views(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """For each gradient (one per slot): whether the gradient is the view of its slot."""
-        is_like = self._made.guards.match(self.tensors)
-        if not is_like or list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses:
-            self._rebuild()
-        return list(map(is_, grads, self.tensors))
+        tensors = self._made.tensors
+        if not self._made.guards.match(tensors) or list(map(torch.Tensor.data_ptr, tensors)) != self._addresses:
+            tensors = self._rebuild()
+        return list(map(is_, grads, tensors))
 
     def matches_slots(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is like its slot: dense, of the same shape, strides and dtype, and plain."""
         present = [grad for grad in grads if grad is not None]
-        return len(present) == len(self.tensors) and self._made.guards.match(present)
+        return len(present) == len(self._slots) and self._made.guards.match(present)
 
     def has_external_refs(self, is_view: Sequence[bool]) -> bool:
         """Whether anything refers to memory of a slot, besides gradients that are views (``is_view``, per slot)."""
-        if self._made.replaced:
-            if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(self._made.replaced)):
+        made = self._made
+        if made.replaced:
+            if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(made.replaced)):
                 return True
-            self._made = self._made._replace(replaced=[])
-        idle = list(compress(self.tensors, map(not_, is_view)))
-        return not self._has_expected_refs(idle, self._made.storages[:], self._made.handles)
+            self._made = made = made._replace(replaced=[])
+        idle = list(compress(made.tensors, map(not_, is_view)))
+        return not self._has_expected_refs(idle, made.storages[:], made.handles)
 
     def is_reusable(self) -> bool:
         """Whether nothing refers to memory of any slot. Rebuilds changed views."""
-        return not self.has_external_refs(self.match_views([None] * len(self.tensors)))
+        return not self.has_external_refs(self.match_views([None] * len(self._slots)))
 
     def is_slot_unreferenced(self, index: int) -> bool:
         """Whether the slot can be written to unseen: nothing refers to its memory, ``.grad`` included."""
@@ -122,7 +123,7 @@ class SlotViews:
         return self._result_versions != self._versions()
 
     def _versions(self) -> list[int]:
-        return list(map(attrgetter("_version"), self.tensors))
+        return list(map(attrgetter("_version"), self._made.tensors))
 
     def _has_expected_refs(
         self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], handles: Sequence[int]
@@ -135,8 +136,8 @@ class SlotViews:
             return self.flat.new_empty_strided(slot.shape, slot.stride)
         return internals.under_own_storage(self.flat.as_strided(slot.shape, slot.stride, slot.offset))
 
-    def _rebuild(self) -> None:
-        """Replace every changed view by a new view of its slot; the changed tensor stays with the user.
+    def _rebuild(self) -> list[torch.Tensor]:
+        """Replace every changed view by a new view of its slot; the changed tensor stays with the user. The views.
 
         A detached gradient or a row of a gradient may still refer to the old storage, and so to memory of the slot.
         Therefore the old storage is kept, and its references are counted.
@@ -149,6 +150,7 @@ class SlotViews:
                 tensors[index] = self._make(slot)
                 storages[index] = tensors[index].untyped_storage()
         self._made = _made(tensors, storages, replaced)
+        return tensors
 
     def _is_intact(self, index: int) -> bool:
         """Whether the view is as it was made. In-place functions of a user may change all that is compared here."""

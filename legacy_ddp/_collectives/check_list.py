@@ -204,10 +204,11 @@ class DividedResults(Check):
     def facts(self, step: LocalStep) -> None:
         header, parameters = step.header, step.plan.parameters
         self._stale, self._marked = [], []
-        if header.takes_part:
+        if step.packed.stale and header.takes_part:
             grads = {index: grad for index in step.packed.stale if (grad := parameters[index].grad) is not None}
             self._stale = list(compress(grads, which_nonzero(grads.values())))
-            header.flags |= Flag.STALE if self._stale else 0
+            if self._stale:
+                header.flags |= Flag.STALE
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
         """Collective if a rank holds an earlier result: which of them this call or an earlier call divides again."""

@@ -158,13 +158,17 @@ class BackwardHook:
 
     def _note_pass(self, grad: torch.Tensor, *, is_added: bool) -> None:
         """``is_added``: nothing but backward has written to ``grad`` since its first pass, if it is the same tensor."""
-        number, identity = self.policy.passes.enter(), internals.identity(grad)
+        passes, number, identity = self.policy.passes, internals.current_backward(), internals.identity(grad)
+        if number not in passes.numbers:
+            number = passes.begin(number)
         # A gradient that was written to may have been cleared. A write on a device may leave no version.
-        is_same = is_added and identity is self.grad_identity and grad.is_cpu
-        if not is_same and self.policy.passes.has_failed_since(self.first_pass, number):
-            self.counts[self.index] = 0  # the gradient of a broken pass was dropped
-        # Of two threads the later pass may come first.
-        self.first_pass = min(self.first_pass, number) if is_same else number
+        if is_added and identity is self.grad_identity and grad.is_cpu:
+            self.first_pass = min(self.first_pass, number)  # of two threads the later pass may come first
+        else:
+            # Usually this pass alone is open.
+            if len(passes.numbers) > 1 and passes.has_failed_since(self.first_pass, number):
+                self.counts[self.index] = 0  # the gradient of a broken pass was dropped
+            self.first_pass = number
         self.grad_identity = identity
 
     def take_over(self, earlier: "BackwardHook") -> None:

@@ -19,23 +19,25 @@ from legacy_ddp._torch.device import which_nonzero
 class OpenPasses:
     """The passes over the parameters of one counter that have begun and not ended.
 
-    ``forwards``: forward passes of the wrapper with gradients enabled, since the last call, or since the forward before
-    the first pass after an exception. ``has_nested``: one of the passes since the last call ran inside of another pass.
+    ``numbers``: of these passes. ``forwards``: forward passes of the wrapper with gradients enabled, since the last
+    call, or since the forward before the first pass after an exception. ``has_nested``: one of the passes since the
+    last call ran inside of another pass.
     """
 
     def __init__(self) -> None:
-        self._numbers: set[int] = set()
+        self.numbers: set[int] = set()
         self.forwards = 0
         self.has_nested = False
 
-    def enter(self) -> int:
-        """A hook runs. The number of the pass that called it, -1 outside of a pass."""
-        number = internals.current_backward()
-        if number >= 0 and number not in self._numbers:
+    def begin(self, number: int) -> int:
+        """The first hook of pass ``number`` runs. The number, -1 outside of a pass and in a compiled pass."""
+        if number >= 0:
+            if internals.inside_compiled_backward():
+                return -1
             # Asked first: after an exception between both statements nobody knows the pass, which has not ended.
-            internals.at_end_of_backward(partial(self._numbers.discard, number))
-            is_nested, is_retry = internals.inside_function_backward(), bool(self._numbers)
-            self._numbers.add(number)
+            internals.at_end_of_backward(partial(self.numbers.discard, number))
+            is_nested, is_retry = internals.inside_function_backward(), bool(self.numbers)
+            self.numbers.add(number)
             self.has_nested = self.has_nested or is_nested
             if is_retry and not is_nested:
                 self.forwards = min(self.forwards, 1)
@@ -44,15 +46,15 @@ class OpenPasses:
     @property
     def last_open(self) -> int:
         """The number of the last open pass, -1 without one."""
-        return max(self._numbers, default=-1)
+        return max(self.numbers, default=-1)
 
     def has_failed_since(self, first: int, number: int) -> bool:
         """Whether a pass from ``first`` on, and before ``number``, is open."""
-        return first >= 0 and any(first <= other < number for other in tuple(self._numbers))
+        return first >= 0 and any(first <= other < number for other in tuple(self.numbers))
 
     def forget(self) -> None:
         """A call has reduced the gradients, or the gradients are dropped."""
-        self._numbers.clear()
+        self.numbers.clear()
         self.forwards, self.has_nested = 0, False
 
 
@@ -62,6 +64,8 @@ def check_complete(incomplete: Sequence[tuple[str, torch.Tensor]]) -> None:
     Raises:
         GradientError: a gradient is not zero.
     """
+    if not incomplete:
+        return
     names = [name for name, _ in incomplete]
     found = list(compress(names, which_nonzero([grad for _, grad in incomplete])))
     if found:

@@ -325,6 +325,15 @@ def inside_function_backward() -> bool:
     return frame is not None
 
 
+def inside_compiled_backward() -> bool:
+    """Whether compiled code of a backward pass runs, whose engine calls no function of :func:`at_end_of_backward`.
+
+    The list of private names lacks this attribute: to look for it would import the compiler. In a torch without the
+    attribute no code counts as compiled.
+    """
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call ``function`` at the end of the present backward pass, if no exception ends the pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

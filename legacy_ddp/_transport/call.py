@@ -143,9 +143,10 @@ class Call(Gatherer):
         if error is None:
             forget_turn()
             self.groups.note_issued()
-            self.groups.wrapper_count = max(self.groups.wrapper_count, self.wrapper_id)
-            self.group_state.wrapper_id = self.wrapper_id
-            _numbered.add(self.group_state)
+            if self.group_state.wrapper_id is None:
+                self.groups.wrapper_count = max(self.groups.wrapper_count, self.wrapper_id)
+                _numbered.add(self.group_state)
+                self.group_state.wrapper_id = self.wrapper_id
             self.group_state.calls[self.operation] = self.number  # last: from here on the call has succeeded
         elif self.number and self.group_state.calls[self.operation] == self.number:
             error = None
