@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp._check_settings import CHECKS_VARIABLE, LONGEST_SECONDS, Checks, as_names, is_duration
 from legacy_ddp._errors import argument_errors
 
+Group = dist.ProcessGroup | DeviceMesh
 Transport = Literal["auto", "gloo", "host"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 TRANSPORT_VARIABLE = "LEGACY_DDP_TRANSPORT"
@@ -205,10 +208,17 @@ INSTEAD = {
 }
 _OF_TORCH = frozenset(inspect.signature(DistributedDataParallel).parameters)
 _REDUCER = "leave it out: there is no reducer with hooks in backward; the record of all_reduce() describes a call"
+# Attributes of fairseq's class that are neither here nor settings.
+_OF_FAIRSEQ = {
+    "buffer": "leave it out: the wrapper makes its flat tensors itself",
+    "need_reduction": "leave it out: every call of all_reduce() outside of no_sync() reduces",
+    "per_device_params": "leave it out: the first call after a change of the parameters groups them again",
+}
 # Assignments of scripts. Not here: ``device`` and ``logger`` of torch DDP, which are also names of scripts' own things.
 ATTRIBUTES_INSTEAD = {
     **{name: advice for name, advice in INSTEAD.items() if name not in ("check_reduction", "param_to_hook_all_reduce")},
     "_ddp_sink_clone": _REDUCER,
+    **_OF_FAIRSEQ,
     "_delay_all_reduce_all_params": _LATER,
     "_delay_all_reduce_params": _LATER,
     "_use_python_reducer": _REDUCER,
@@ -235,14 +245,47 @@ ATTRIBUTES_INSTEAD = {
 def refuse_attribute(target: type, name: str) -> None:
     """Refuse an assignment that would do nothing: to an attribute that only torch DDP has, or to a setting.
 
-    A subclass may have an attribute of that name in its class.
+    A subclass may have an attribute of that name in its class. A property without a setter may be read.
 
     Raises:
         AttributeError: with Python's text for a missing attribute, and the alternative.
     """
-    if name in ATTRIBUTES_INSTEAD and not hasattr(target, name):
-        missing = f"'{target.__name__}' object has no attribute '{name}'"
-        raise AttributeError(f"{missing}, and an assignment would do nothing; {ATTRIBUTES_INSTEAD[name]}", name=name)
+    if name not in ATTRIBUTES_INSTEAD:
+        return
+    found = getattr(target, name, None)
+    is_read_only = isinstance(found, property) and found.fset is None
+    if is_read_only or not hasattr(target, name):
+        missing = "has no setter for" if is_read_only else "has no attribute"
+        raise AttributeError(
+            f"'{target.__name__}' object {missing} '{name}', and an assignment would do nothing; "
+            f"{ATTRIBUTES_INSTEAD[name]}",
+            name=name,
+        )
+
+
+def in_their_places(
+    world_size: int | Group | None, process_group: Group | int | None, buffer_size: int
+) -> tuple[int | None, Group | None, int]:
+    """``world_size``, ``process_group`` and ``buffer_size``, if they may have come in the places of fairseq's newer
+    class, which has no ``world_size``: ``(module, process_group, buffer_size)``.
+
+    Raises:
+        TypeError: two groups, or two sizes of a buffer.
+    """
+    if isinstance(world_size, Group):
+        group, last = world_size, process_group
+    elif world_size is None and isinstance(process_group, int):
+        group, last = None, process_group
+    else:
+        return world_size, process_group, buffer_size  # type: ignore[return-value]  # another type is refused later
+    if last is None:
+        return None, group, buffer_size
+    if isinstance(last, int) and buffer_size == Settings.buffer_size:
+        return None, group, last
+    raise TypeError(
+        f"arguments are given twice: got {world_size!r}, {last!r} and {buffer_size!r} after the module, expected "
+        "process_group and buffer_size once each; pass both by keyword"
+    )
 
 
 def refuse_unknown(

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Never, SupportsIndex, TypeVar
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Generic, Never, SupportsIndex, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._buckets.layout import Layout
@@ -22,14 +21,16 @@ from legacy_ddp._collectives.join import Joining
 from legacy_ddp._collectives.pack import Arguments, Metrics
 from legacy_ddp._collectives.state import Synchronizer, are_forwards_private
 from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
-from legacy_ddp._errors import show_usable
+from legacy_ddp._errors import LegacyDDPError, show_usable
 from legacy_ddp._interrupts import undone_by
 from legacy_ddp._log import log_construction, script_level
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import (
     CommHook,
+    Group,
     Settings,
     Transport,
+    in_their_places,
     names_to_ignore,
     refuse_attribute,
     refuse_unknown,
@@ -62,7 +63,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             type checkers the wrapper is generic in its class: ``LegacyDistributedDataParallel[torch.nn.Linear]`` has a
             ``.module`` of that class, and the bare name one of class ``torch.nn.Module``.
         world_size: deprecated, with a DeprecationWarning: it is only compared with the size of the group. Leave it out,
-            and pass the other arguments by keyword. It is here because the class of fairseq had it in this place.
+            and pass the other arguments by keyword. It is here because the class of fairseq had it in this place; the
+            places of the newer class, ``(module, process_group, buffer_size)``, are understood, too.
         process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group. Ranks are counted
             inside the group. Assignable between steps.
         buffer_size: maximum number of elements per collective. Changes no result, except the rounding of a sum over
@@ -104,12 +106,14 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         tensor([[1., 1.]])
     """
 
+    _accumulation: AbstractContextManager[None] | None = None  # the block of accumulate_grads
+
     @show_usable
     def __init__(
         self,
         module: ModuleT_co,
-        world_size: int | None = None,
-        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        world_size: int | Group | None = None,
+        process_group: Group | int | None = None,
         buffer_size: int = 2**28,
         *,
         init_sync: bool = True,
@@ -124,9 +128,9 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     ) -> None:
         super().__init__()
         self.module: ModuleT_co = module
-        self._group = GroupHandle(process_group)
-        problem = None
+        size, members, problem = None, None, None
         try:
+            size, members, buffer_size = in_their_places(world_size, process_group, buffer_size)
             refuse_unknown(type(self), unknown, LegacyDistributedDataParallel.__init__)
             if not isinstance(module, nn.Module):
                 raise TypeError(f"module is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
@@ -144,6 +148,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             )
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()
+        self._group = GroupHandle(members)
         self._synchronizer = Synchronizer(
             self._settings, self, module=module if isinstance(module, nn.Module) else None
         )
@@ -152,13 +157,13 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             group = self._group.resolve()
             with self._synchronizer.call(Operation.CONSTRUCTION, group) as call:
                 chosen = self._synchronizer.transport(group)
-                construct(call, chosen, module, settings, plan, world_size=world_size, wrapper=kind, problem=problem)
+                construct(call, chosen, module, settings, plan, world_size=size, wrapper=kind, problem=problem)
                 log_construction(call.groups.rank, self.extra_repr)
             if init_sync:
                 self.broadcast_parameters()
                 self.broadcast_buffers()
             self._synchronizer.note_new_buffers()
-        if world_size is not None:  # last, so that a warning that is an error reaches all ranks alike
+        if size is not None:  # last, so that a warning that is an error reaches all ranks alike
             warnings.warn(_WORLD_SIZE, DeprecationWarning, stacklevel=script_level())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,6 +241,10 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             raise
         return synchronizer.end_call(record)
 
+    def all_reduce_grads(self) -> SyncRecord:
+        """The same as :meth:`all_reduce`, under its name in fairseq's class, which trainers look for."""
+        return self.all_reduce()
+
     def broadcast_parameters(self, src: int = 0) -> None:
         """Collective: copy the parameters (also frozen ones) of rank ``src`` of the group to every rank.
 
@@ -272,11 +281,44 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         policy, leaves = self._synchronizer.policy, self._synchronizer.leaves
         if leaves is not None and are_forwards_private():
             leaves = None
-        block = object()
+        block, checks = object(), self._synchronizer.checks.with_block
         with undone_by(partial(policy.close_block, block)):
             is_outermost = policy.open_block(block)
+            for check in checks if is_outermost else ():
+                check.change_block(is_open=True)
             with nullcontext() if leaves is None else leaves.block(self._plan, is_outermost=is_outermost):
                 yield
+        for check in checks if is_outermost else ():
+            check.change_block(is_open=False)
+
+    @property
+    def accumulate_grads(self) -> bool:
+        """Whether a :meth:`no_sync` block is open. The attribute of fairseq's class: an assignment of True opens a
+        block without an end, and an assignment of False ends it. A copy of the wrapper has no open block.
+
+        Raises:
+            TypeError: the value is not True or False.
+            LegacyDDPError: False inside of another :meth:`no_sync` block; or as :meth:`no_sync`.
+        """
+        return not self._synchronizer.policy.sync_enabled
+
+    @accumulate_grads.setter
+    def accumulate_grads(self, accumulates: bool) -> None:
+        if not isinstance(accumulates, bool):
+            raise TypeError(f"accumulate_grads is not usable: got {accumulates!r}, expected True or False")
+        opened = self._accumulation
+        if accumulates and opened is None:
+            block = self.no_sync()
+            block.__enter__()
+            self._accumulation = block
+        elif not accumulates and opened is not None:
+            self._accumulation = None
+            opened.__exit__(None, None, None)
+        if not accumulates and self.accumulate_grads:
+            raise LegacyDDPError(
+                "accumulate_grads=False has no effect inside of a no_sync() block, expected outside; assign it behind "
+                "the block, or leave the block out"
+            )
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]) -> None:
         """Let ``hook(state, bucket)`` reduce the dense gradients in place of the default sum; fits torch DDP's hooks.
@@ -322,9 +364,19 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         return self._group.resolve()
 
     @process_group.setter
-    def process_group(self, process_group: dist.ProcessGroup | DeviceMesh | None) -> None:
+    def process_group(self, process_group: Group | None) -> None:
         self._refuse_inside_join("an assignment to process_group")
         self._group = GroupHandle(process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the process group."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def buffer_size(self) -> int:
+        """The maximum number of elements per collective."""
+        return self._settings.buffer_size
 
     def extra_repr(self) -> str:
         """The part of ``print(model)`` about buckets, group, transport, checks and settings other than the defaults."""
@@ -341,8 +393,10 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     def __getstate__(self) -> dict[str, Any]:
         """Module and settings. The first collective of the copy makes all state of the process again."""
         # Wrapper[Class](...) leaves its types in __orig_class__, and some of them have no pickle.
-        own = {name: value for name, value in self.__dict__.items() if name not in ("_joining", "__orig_class__")}
-        return {**own, "_synchronizer": None, "_settings": replace(self._settings, comm_hook=None)}
+        left_out = ("_joining", "_accumulation", "__orig_class__")
+        own = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        settings = replace(self._settings, comm_hook=None)
+        return {**own, "_synchronizer": None, "_settings": settings}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ It follows from the inventory, which describes all tensors by name: ranks with e
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,14 @@ MODULE = "class of the module"
 # Their classes say nothing about a model.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _LONGEST_FACT = 60  # characters about a tensor in an inventory
+# The marks of parameters of which each rank has its own, as a test in a script: of fairseq (the first two), of
+# DeepSpeed and Megatron, and of Tutel.
+_OF_ONE_RANK: Mapping[str, Callable[[torch.Tensor], bool]] = {
+    'hasattr(parameter, "expert")': lambda parameter: hasattr(parameter, "expert"),
+    'hasattr(parameter, "base_expert")': lambda parameter: hasattr(parameter, "base_expert"),
+    'not getattr(parameter, "allreduce", True)': lambda parameter: not getattr(parameter, "allreduce", True),
+    'getattr(parameter, "skip_allreduce", False)': lambda parameter: bool(getattr(parameter, "skip_allreduce", False)),
+}
 
 Run = tuple[int, int]
 
@@ -130,10 +138,12 @@ def plan_layout(parameters: Sequence[Named], settings: Settings, module: Mapping
     ``module``: the beginning of the inventory, see :func:`describe_module`.
 
     Raises:
-        ValueError: a parameter is not usable, as :func:`check_dense` and :func:`check_trainable` say.
+        ValueError: a parameter is not usable, as :func:`check_dense`, :func:`check_shared` and :func:`check_trainable`
+            say.
     """
     for item in parameters:
         check_dense(item, kind="parameter")
+    check_shared(parameters, settings)
     groups: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
     for item in parameters:
         if item.tensor.requires_grad:
@@ -197,6 +207,31 @@ def check_dense(item: Named, *, kind: str) -> None:
     else:
         return
     raise ValueError(f"{kind} {item.name!r} {problem}, expected a dense tensor; {step}")
+
+
+def check_shared(parameters: Sequence[Named], settings: Settings) -> None:
+    """Refuse parameters with the mark of values that each rank has for itself, such as those of its experts.
+
+    Raises:
+        ValueError: some parameters have a mark of ``_OF_ONE_RANK``.
+    """
+    marked = {
+        item.name: test for item in parameters for test, is_marked in _OF_ONE_RANK.items() if is_marked(item.tensor)
+    }
+    if not marked:
+        return
+    tests = " or ".join(dict.fromkeys(marked.values()))
+    if settings.by_environment:
+        advice = (
+            f"give the other parameters to the call: [parameter for parameter in module.parameters() if not ({tests})]"
+        )
+    else:
+        advice = f"leave them out with ignore=[name for name, parameter in module.named_parameters() if {tests}]"
+    raise ValueError(
+        f"parameters are marked as those of one rank: got {tests} for {len(marked)} of {len(parameters)} parameters, "
+        f"first {next(iter(marked))!r}, expected parameters that all ranks share; {advice}, and divide their gradients "
+        "after the call as docs/migration.md shows for experts; or delete the attribute, and all ranks share them"
+    )
 
 
 def check_trainable(item: Named) -> None:

@@ -88,6 +88,9 @@ class Check:
     def begin_forward(self, *, is_training: bool) -> None:
         """A forward of the wrapper begins: local, and without effect on the forward."""
 
+    def change_block(self, *, is_open: bool) -> None:
+        """The outermost ``no_sync()`` block begins (``is_open``), or has ended: local."""
+
     def idle_call(self) -> str | None:
         """A call inside no_sync() did nothing: local. The text of a warning, None without one."""
 

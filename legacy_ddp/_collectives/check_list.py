@@ -22,7 +22,12 @@ from legacy_ddp._collectives.edited import EditedGradients
 from legacy_ddp._collectives.late_nonfinite import LateNonFiniteGradients
 from legacy_ddp._collectives.nonfinite import NonFiniteGradients
 from legacy_ddp._collectives.replicas import Replicas
-from legacy_ddp._collectives.untrained import ClearedGradients, LocalStepsAlone, UntrainedParameters
+from legacy_ddp._collectives.untrained import (
+    ClearedGradients,
+    ForgottenCall,
+    LocalStepsAlone,
+    UntrainedParameters,
+)
 from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_late_rank, warn
@@ -360,6 +365,7 @@ class CheckList:
         self.with_end = _overriding(checks, "end")
         self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
         self.with_forward = _overriding(checks, "begin_forward")
+        self.with_block = _overriding(checks, "change_block")
         self.with_idle_call = _overriding(checks, "idle_call")
         self.mismatches: Sequence[tuple[Precedence, Mismatch]] = [
             (check.precedence, check.mismatch) for check in _overriding(checks, "mismatch")
@@ -400,6 +406,7 @@ CHECKS: tuple[type[Check], ...] = (
     ClearedGradients,
     UntrainedParameters,
     LocalStepsAlone,
+    ForgottenCall,
     MergedMicroBatches,
     EvaluationHint,
     LateRankReport,

@@ -1,12 +1,14 @@
-"""Detection of a training without effect: gradients that are cleared before the call, or that no step uses.
+"""Detection of a training without effect, or of each rank alone: gradients that are cleared before the call, or that no
+step uses, and steps without a call.
 
-Nothing is wrong in a single call: a rank may drop its gradients, and a step may come later. Only a row of calls tells.
-While gradients are there and parameters are written to, the cost of a call is a comparison, and in every 16th call a
-look at each parameter.
+Nothing is wrong in a single call: a rank may drop its gradients, and a step may come later. Only a row of calls, or of
+forward passes, tells. While gradients are there and parameters are written to, the cost of a call is a comparison, and
+in every 16th call a look at each parameter.
 """
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,14 +19,18 @@ from legacy_ddp._buckets.flat_buffer import ABSENT
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._log import warn
+from legacy_ddp._step_guard.backward_counter import StepPolicy, waiting_for_call
 from legacy_ddp._step_guard.guard import hooks_of_script
 from legacy_ddp._step_guard.step_counter import StepObserver
+from legacy_ddp._torch import device as devices
 
 _CLEARED_CALLS = 5
 _WINDOW = 16  # calls between two looks at the parameters
 _STEPS = 5  # in a window: fewer are no evidence
 _LOCAL_STEPS = 20
+_FORWARDS = 8  # without a call: more are looked at
+_WRITES = 10  # between such forwards
 _SAMPLED, _SAMPLE = 4, 64  # parameters, and elements of each, whose values are compared
 
 
@@ -247,6 +253,89 @@ class LocalStepsAlone(Check):
             f"{_LOCAL_STEPS} steps were made inside no_sync(), where all_reduce() does nothing, and none outside\n"
             "(told once): each rank trains alone; put only the micro-batches before the last into no_sync(), and\n"
             "call and step outside; for steps that are meant for each rank alone, leave out the call"
+        )
+
+
+class ForgottenCall(Check):
+    """Backward makes gradients, the weights change, and no call is made: each rank trains alone.
+
+    A step of an optimizer with the parameters raises at once. Here are steps by hand, and of optimizers of copies,
+    which change versions or, with a write to ``.data``, values alone. Between two forward passes most of some
+    parameters must have changed, ten times. What changes inside of a ``no_sync()`` block is meant for the rank alone.
+
+    Steps with a call in time cost a comparison of numbers: only after more forward passes than usual without a call are
+    parameters looked at, on a device with a wait of the host, until some looks in a row find no change.
+    """
+
+    section = "A forgotten call"
+
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.checks.guards_steps and subject.wrapper is not None
+        self._wrapper = subject.wrapper_reference
+        self._policy = subject.planner.counter.policy
+        self._usual = _FORWARDS  # forward passes without a call
+        self._seen: list[tuple[object, int, torch.Tensor]] = []  # identity, version and values, in the last look
+        self._writes = self._idle = 0
+
+    def facts(self, step: LocalStep) -> None:  # noqa: ARG002 - any call will do
+        if (forwards := self._policy.passes.forwards) > self._usual:
+            self._usual = 2 * forwards
+            self._forget()
+
+    def begin_forward(self, *, is_training: bool) -> None:  # noqa: ARG002 - eval mode may train, too
+        if self._policy.passes.forwards > self._usual and self.is_on and self._policy.sync_enabled:
+            self._look()
+
+    def change_block(self, *, is_open: bool) -> None:
+        if self._policy.passes.forwards > self._usual and self.is_on:
+            if is_open:
+                self._look()
+            else:
+                self._seen = self._read()
+
+    def _look(self) -> None:
+        """Compare some parameters with the look before."""
+        if devices.is_capturing():
+            return
+        before, self._seen = self._seen, self._read()
+        if not before or [mark[0] for mark in before] != [mark[0] for mark in self._seen]:
+            return
+        changed = [
+            version != now or not torch.equal(values, present)
+            for (_, version, values), (_, now, present) in zip(before, self._seen, strict=True)
+        ]
+        if 2 * sum(changed) <= len(changed):
+            self._idle += 1
+            if self._idle == _FORWARDS:
+                self._usual = 2 * self._policy.passes.forwards
+                self._forget()
+            return
+        self._writes, self._idle = self._writes + 1, 0
+        if self._writes == _WRITES:
+            self.is_on = False
+            self._forget()
+            self._tell()
+
+    def _read(self) -> list[tuple[object, int, torch.Tensor]]:
+        """Identity, version and values of some of the parameters that wait for a call."""
+        wrapper: Any = self._wrapper()  # not None: its forward runs
+        waiting = waiting_for_call(parameter for parameter in wrapper.parameters() if parameter.requires_grad)
+        spread = waiting[:: len(waiting) // _SAMPLED + 1]
+        return [(internals.identity(each), internals.version_of(each), _sample(each).clone()) for each in spread]
+
+    def _forget(self) -> None:
+        self._seen, self._writes, self._idle = [], 0, 0
+
+    def _tell(self) -> None:
+        wrapper: Any = self._wrapper()
+        warn(
+            wrapper.process_group.rank(),
+            f"the weights have changed {_WRITES} times between forward passes, with gradients of this rank alone, and\n"
+            "no all_reduce() was made (told once): a step by hand, or of an optimizer that holds copies of the weights,\n"
+            "uses gradients that no call has reduced; call model.all_reduce() between backward() and that step; steps\n"
+            "meant for this rank alone belong inside no_sync()",
+            self.section,
+            is_everywhere=True,
         )
 
 

@@ -508,6 +508,17 @@ def is_any_counting() -> bool:
     return any(map(any, list(_counts.values())))  # a list: other threads may make counters meanwhile
 
 
+def waiting_for_call(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that backward has reached after the last call of every counter on them."""
+    found = []
+    parameters = list(parameters)
+    for parameter, hooks in zip(parameters, internals.accumulate_hooks(parameters), strict=True):
+        counting = [hook for hook in hooks.values() if type(hook) is BackwardHook]
+        if counting and all(hook.counts[hook.index] and not hook.is_consumed for hook in counting):
+            found.append(parameter)
+    return found
+
+
 def is_any_divided_again() -> bool:
     """Whether any result holds an earlier result that a later call has divided."""
     return any(list(_divided.values()))
