@@ -130,8 +130,9 @@ def test_a_setting_of_the_constructor_cannot_be_assigned_without_effect() -> Non
             said = error_of(setattr, target, name, SETTINGS[name])
             assert said is not None, name
             assert said[0] == "AttributeError"
+            missing = "has no setter for" if name in ("buffer_size", "world_size") else "has no attribute"
             assert said[1] == (
-                f"'LegacyDistributedDataParallel' object has no attribute '{name}', and an assignment would do "
+                f"'LegacyDistributedDataParallel' object {missing} '{name}', and an assignment would do "
                 f"nothing; pass {name}= to the constructor of a new wrapper"
             )
         assert name not in vars(model)

@@ -331,7 +331,7 @@ class ForgottenCall(Check):
         warn(
             wrapper.process_group.rank(),
             f"the weights have changed {_WRITES} times between forward passes, with gradients of this rank alone, and\n"
-            "no all_reduce() was made (told once): a step by hand, or of an optimizer that holds copies of the weights,\n"
+            "no all_reduce() was made (told once): a step by hand, or of an optimizer that holds copies of weights,\n"
             "uses gradients that no call has reduced; call model.all_reduce() between backward() and that step; steps\n"
             "meant for this rank alone belong inside no_sync()",
             self.section,

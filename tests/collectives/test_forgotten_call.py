@@ -107,7 +107,7 @@ def _perturbs(job: Job, step: Step) -> None:
     for _ in _steps(job, step):
         before = [parameter.detach().clone() for parameter in job.net.parameters()]
         for parameter in job.net.parameters():
-            parameter.data.add_(parameter.grad)
+            parameter.data += parameter.grad
         job.backward()
         for parameter, values in zip(job.net.parameters(), before, strict=True):
             parameter.data.copy_(values)

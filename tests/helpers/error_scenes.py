@@ -202,6 +202,14 @@ def _local_steps(rank: int) -> None:
             model.zero_grad()
 
 
+def _forgotten(rank: int) -> None:
+    model = _wrap()
+    for _ in range(20):
+        model(torch.ones(3, 2) + rank).sum().backward()
+        for parameter in model.parameters():
+            parameter.data.sub_(parameter.grad, alpha=0.001)
+
+
 def _statistics(rank: int) -> None:
     model = LegacyDistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.BatchNorm1d(2)))
     model(torch.ones(3, 2) + rank).sum().backward()
@@ -229,6 +237,7 @@ WARNINGS: dict[str, Callable[[int], None]] = {
     "Gradients that were cleared before the call": _cleared,
     "Parameters that no step changes": _of_a_copy,
     "Every step inside no_sync()": _local_steps,
+    "A forgotten call": _forgotten,
     "Statistics of each rank": _statistics,
     "Merged micro-batches": _merged,
 }
