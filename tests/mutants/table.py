@@ -188,6 +188,48 @@ COLLECTIVES = (
         "tests/collectives/test_untrained.py -k without_effect",
     ),
     Mutant(
+        "what changes in a no_sync() block is a forgotten call",
+        "            else:\n                self._seen = self._read()",
+        "            else:\n                pass",
+        "tests/collectives/test_forgotten_call.py",
+    ),
+    Mutant(
+        "values of weights are not compared after a forgotten call",
+        "version != now or not torch.equal(values, present)",
+        "version != now",
+        "tests/collectives/test_forgotten_call.py",
+    ),
+    Mutant(
+        "one written parameter is a forgotten call",
+        "2 * sum(changed) <= len(changed)",
+        "not any(changed)",
+        "tests/collectives/test_forgotten_call.py",
+    ),
+    Mutant(
+        "the call of another counter is no call",
+        "all(hook.counts[hook.index] and not hook.is_consumed",
+        "any(hook.counts[hook.index] and not hook.is_consumed",
+        "tests/collectives/test_forgotten_call.py",
+    ),
+    Mutant(
+        "frozen parameters of one rank are shared",
+        "for item in parameters for test, is_marked",
+        "for item in parameters if item.tensor.requires_grad for test, is_marked",
+        "tests/test_ancestor_interface.py -k overwritten",
+    ),
+    Mutant(
+        "a mark of one rank needs a true value",
+        'lambda parameter: hasattr(parameter, "expert")',
+        'lambda parameter: bool(getattr(parameter, "expert", False))',
+        "tests/test_ancestor_interface.py -k overwritten",
+    ),
+    Mutant(
+        "arguments of the newer class are not taken in their places",
+        "elif world_size is None and isinstance(process_group, int):",
+        "elif False:",
+        "tests/test_ancestor_interface.py -k places",
+    ),
+    Mutant(
         "results do not reach the memory of the script",
         "not self.as_views or index in self._held",
         "not self.as_views",
