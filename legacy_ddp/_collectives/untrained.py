@@ -298,7 +298,7 @@ class ForgottenCall(Check):
         if devices.is_capturing():
             return
         before, self._seen = self._seen, self._read()
-        if not before or [mark[0] for mark in before] != [mark[0] for mark in self._seen]:
+        if not before or [id(mark[0]) for mark in before] != [id(mark[0]) for mark in self._seen]:
             return
         changed = [
             version != now or not torch.equal(values, present)
@@ -328,8 +328,12 @@ class ForgottenCall(Check):
 
     def _tell(self) -> None:
         wrapper: Any = self._wrapper()
+        try:
+            rank = wrapper.process_group.rank()
+        except (TypeError, ValueError):  # no group, or not any more: the forward goes on
+            return
         warn(
-            wrapper.process_group.rank(),
+            rank,
             f"the weights have changed {_WRITES} times between forward passes, with gradients of this rank alone, and\n"
             "no all_reduce() was made (told once): a step by hand, or of an optimizer that holds copies of weights,\n"
             "uses gradients that no call has reduced; call model.all_reduce() between backward() and that step; steps\n"
