@@ -15,7 +15,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel, RankRow, all_reduc
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import run_cases
 
-_LATE_SECONDS = 0.005
+_LATE_SECONDS = 0.015  # in a hundred calls far more than a busy machine takes from one of the ranks
 _PARTS = ("data", "forward", "backward")
 
 
