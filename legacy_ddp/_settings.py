@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from legacy_ddp._check_settings import CHECKS_VARIABLE, LONGEST_SECONDS, Checks, as_names, is_duration
 from legacy_ddp._errors import argument_errors
 
+AbsentGradients = Literal["none", "zeros"]
 Group = dist.ProcessGroup | DeviceMesh
 Transport = Literal["auto", "gloo", "host"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
@@ -30,6 +31,7 @@ SETTINGS = (
     "gradient_as_bucket_view",
     "reduce_dtype",
     "reproducible",
+    "absent_gradients",
     "ignore",
     "transport",
     "checks",
@@ -74,6 +76,7 @@ class Settings:
     gradient_as_bucket_view: bool = True
     reduce_dtype: torch.dtype | None = None
     reproducible: bool = False
+    absent_gradients: AbsentGradients = "none"
     ignore: frozenset[str] = frozenset()
     checks: Checks = _DEFAULT_CHECKS
     timeout_seconds: float | None = None
@@ -87,8 +90,8 @@ class Settings:
             raise ValueError(
                 f"buffer_size is not usable: got {size!r}, expected a number of elements, an int of at least 1"
             )
-        if self.transport not in TRANSPORTS:
-            raise ValueError(f"transport is unknown: got {self.transport!r}, expected one of {TRANSPORTS}")
+        _check_choice("transport", self.transport, TRANSPORTS)
+        _check_choice("absent_gradients", self.absent_gradients, get_args(AbsentGradients))
         for name in ("gradient_as_bucket_view", "reproducible"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is not usable: got {getattr(self, name)!r}, expected True or False")
@@ -144,6 +147,7 @@ class Settings:
             "buffer_size": str(self.buffer_size),
             "reduce_dtype": str(self.reduce_dtype),
             "reproducible": str(self.reproducible),
+            "absent_gradients": self.absent_gradients,
             "comm_hook": str(self.comm_hook),
             "transport": self.transport,
             "uneven": self.checks.uneven,
@@ -153,6 +157,11 @@ class Settings:
             "divergence": self.checks.divergence,
             "edited": "raise" if self.checks.edited_policy == "raise" else "warn or allow",
         }
+
+
+def _check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is unknown: got {value!r}, expected one of {allowed}")
 
 
 def names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:

@@ -26,6 +26,7 @@ from legacy_ddp._interrupts import undone_by
 from legacy_ddp._log import log_construction, script_level
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import (
+    AbsentGradients,
     CommHook,
     Group,
     Settings,
@@ -80,6 +81,10 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             ranks gives the same bits. Needs ``sample_size`` and one :meth:`no_sync` block per micro-batch except the
             last; docs/reproducible.md shows the loop. Takes no sparse gradient, no ``skip`` and no ``reduce_dtype``.
             Needs up to log2(micro-batches per rank) + 2 copies of all gradients, fp32 for fp16.
+        absent_gradients: where no rank has a gradient, for instance of a layer that all ranks drop: ``"none"`` leaves
+            None, and a step leaves the weight alone; ``"zeros"`` gives zeros to every rank, as the class of fairseq
+            did, and momentum and weight decay go on. Nothing more is sent. It stays None if no rank takes part, and
+            once an earlier call on the group has left a sparse gradient there. Must be equal on all ranks.
         ignore: names of parameters and buffers to leave out of every exchange and check, in addition to torch DDP's
             list in the module (``_ddp_params_and_buffers_to_ignore``). They stay in ``state_dict()``.
         transport: the carrier of dense gradients on CPU, equal on all ranks. ``"auto"``: memory shared by the ranks of
@@ -120,6 +125,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         gradient_as_bucket_view: bool = True,
         reduce_dtype: torch.dtype | None = None,
         reproducible: bool = False,
+        absent_gradients: AbsentGradients = "none",
         ignore: Iterable[str] = (),
         transport: Transport = "auto",
         checks: Level | Checks = "info",
@@ -141,6 +147,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 reduce_dtype=reduce_dtype,
                 reproducible=reproducible,
+                absent_gradients=absent_gradients,
                 ignore=names_to_ignore(module, ignore),
                 transport=resolve_transport(transport),
                 checks=resolve_checks(checks),
@@ -195,7 +202,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         no rank takes part        every ``.grad`` becomes None on every rank; ``record.skipped``
         ========================  ==================================================================================
 
-        A rank without a gradient counts as zeros; a gradient that no rank has stays None. Sparse gradients stay sparse.
+        A rank without a gradient counts as zeros; a gradient that no rank has stays None (or becomes zeros, with
+        ``absent_gradients="zeros"``). Sparse gradients stay sparse.
         All gradients since the last call count, also gradients assigned or edited by hand (with ``reproducible=True``
         an edit changes the micro-batch in ``.grad``). A repeated plain call averages equal values, which may change the
         last bit (up to half of the fp32 elements at 5 to 7 ranks). A repeated call with ``sample_size`` would divide

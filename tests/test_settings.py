@@ -33,6 +33,7 @@ def _wrap(**arguments: Any) -> LegacyDistributedDataParallel:
 
 _BUFFER_SIZE = "buffer_size is not usable: got {}, expected a number of elements, an int of at least 1"
 _TIMEOUT = "timeout_seconds is not usable: got {}, expected a positive number of seconds"
+_ABSENT = "absent_gradients is unknown: got {}, expected one of ('none', 'zeros')"
 _LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info', 'detail')"
 
 
@@ -53,6 +54,9 @@ _LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info', 'det
         ({"reduce_dtype": torch.int32}, ValueError, "reduce_dtype is not usable: got torch.int32, expected one of"),
         ({"reduce_dtype": torch.complex64}, ValueError, "reduce_dtype is not usable: got torch.complex64, expected"),
         ({"reduce_dtype": "bfloat16"}, ValueError, "reduce_dtype is not usable: got 'bfloat16', expected one of"),
+        ({"absent_gradients": "zero"}, ValueError, _ABSENT.format("'zero'")),
+        ({"absent_gradients": None}, ValueError, _ABSENT.format(None)),
+        ({"absent_gradients": True}, ValueError, _ABSENT.format(True)),
         ({"ignore": "weight"}, TypeError, "ignore is of the wrong type: got the string 'weight', expected several"),
         (
             {"ignore": ["weight", "wieght", "0.bias"]},

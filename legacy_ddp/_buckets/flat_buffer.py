@@ -22,6 +22,7 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
 
 ABSENT, DENSE, SPARSE = 0, 1, 2  # kinds of gradient; SPARSE + sparse_dim for a sparse gradient
+ZEROS = -1  # of a result alone: no rank has a gradient, and all of them get zeros
 
 
 def kinds_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
@@ -87,6 +88,7 @@ class FlatBuffer:
         # Identity and version of the gradient that the last call left for each slot, where some of them are not views.
         self._result_identities: list[object] = []
         self._result_versions: list[int] = []
+        self._zeros: frozenset[int] = frozenset()  # the slots to which the last call gave zeros
 
     @property
     def views(self) -> SlotViews:
@@ -215,6 +217,10 @@ class FlatBuffer:
         """The version of the gradient left for the slot by the last call, at the end of the call."""
         return self._result_versions[index] if self._result_versions else self.views.result_version(index)
 
+    def is_zeros(self, index: int) -> bool:
+        """Whether the last call gave zeros to the slot, because no rank had a gradient: they contain no result."""
+        return index in self._zeros
+
     def result_view(self, index: int) -> torch.Tensor | None:
         """The view of the slot, if the last call has left it as the gradient."""
         if self._views is None:
@@ -245,6 +251,12 @@ class FlatBuffer:
         A gradient in memory of the script, which is looked for unless ``given`` is None, gets its result there.
         """
         views = self.views
+        self._zeros = frozenset()
+        if ZEROS in kinds:
+            self._zeros = frozenset(index for index, kind in enumerate(kinds) if kind == ZEROS)
+            for index in self._zeros:
+                views.tensors[index].zero_()  # the sum left out the slot, so that it may hold anything
+            kinds = [DENSE if kind == ZEROS else kind for kind in kinds]
         self._held = self._find_held(parameters, given)
         if not self.as_views or self._held:
             self._copy_out(views.tensors, parameters, kinds)
@@ -332,6 +344,11 @@ class SlotResult:
     def is_in(self, grad: torch.Tensor) -> bool:
         """As :meth:`FlatBuffer.is_last_result`."""
         return self.buffer.is_last_result(self.index, grad)
+
+    @property
+    def is_zeros(self) -> bool:
+        """As :meth:`FlatBuffer.is_zeros`."""
+        return self.buffer.is_zeros(self.index)
 
     @property
     def version(self) -> int:

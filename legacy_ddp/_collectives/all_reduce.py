@@ -16,7 +16,7 @@ from legacy_ddp._buckets.plan import Columns
 from legacy_ddp._collectives.check_interface import LocalStep
 from legacy_ddp._collectives.metrics import sum_metrics
 from legacy_ddp._collectives.pack import Arguments, Metrics, pack
-from legacy_ddp._collectives.reduce import Payload, discarding_after
+from legacy_ddp._collectives.reduce import Payload, discarding_after, kinds_of_results
 from legacy_ddp._collectives.state import Synchronizer, synchronizer_of
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
@@ -76,7 +76,7 @@ def all_reduce(
                 reduced = route.reduce(call, plan, packed, agreement)
                 with call.phase("alias"):
                     given = planner.counter.given_gradients(plan.parameters)
-                    plan.alias(reduced.kinds, reduced.sparse, given)
+                    plan.alias(kinds_of_results(call, reduced), reduced.sparse, given)
             _end(synchronizer, step)
     except BaseException:
         planner.counter.note_failed_call()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree_on_kinds
-from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, FlatBuffer
+from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, ZEROS, FlatBuffer
 from legacy_ddp._buckets.layout import Layout, Run, as_real, cut_runs, gradient_dtype
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.pack import Packed
@@ -114,6 +114,25 @@ class Route:
             for part in self._parts:
                 payload.size_bytes += part.reduce(call, payload)
         return payload
+
+
+def kinds_of_results(call: Call, reduced: Payload) -> Sequence[int]:
+    """The kinds of the gradients that the call leaves: with ``absent_gradients="zeros"`` no dense one is absent.
+
+    Every rank makes the zeros itself. The names of sparse gradients belong to the group, whose ranks have made the same
+    calls: a rank may have a newer plan than the others, or other sparse gradients from another group.
+    """
+    kinds = reduced.kinds
+    if call.settings.absent_gradients == "none" or not reduced.divisor:
+        return kinds
+    slots, sparse = reduced.plan.layout.slots, call.group_state.sparse
+    if max(kinds, default=ABSENT) >= SPARSE:
+        sparse.update(slot.name for slot, kind in zip(slots, kinds, strict=True) if kind >= SPARSE)
+    if ABSENT not in kinds:
+        return kinds
+    return [
+        ZEROS if kind == ABSENT and slot.name not in sparse else kind for slot, kind in zip(slots, kinds, strict=True)
+    ]
 
 
 @contextmanager

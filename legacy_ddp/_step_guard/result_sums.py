@@ -32,6 +32,10 @@ class LastResult(Protocol):
         """Whether ``grad`` is that object. Writes to the object do not matter."""
 
     @property
+    def is_zeros(self) -> bool:
+        """Whether no rank had a gradient, and the call has left zeros: to add to them is no mistake."""
+
+    @property
     def version(self) -> int:
         """Its version at the end of the call."""
 
@@ -93,9 +97,9 @@ class ResultSums:
     def note(self, index: int, grad: torch.Tensor, version: int) -> None:
         """Backward has added to ``grad``, in slot ``index`` and now of ``version``: the first time since the call."""
         result = self._results[index]
-        if not result.is_in(grad):
+        if (is_other := not result.is_in(grad)) or result.is_zeros:
             self.discard(index)
-            if internals.is_part(grad):
+            if is_other and internals.is_part(grad):
                 self.given.add(index)
             return
         look, used_version = self._look, -1
@@ -172,7 +176,7 @@ class ResultSums:
         views = {
             other: view
             for other, (result, count) in enumerate(zip(self._results, self._counts, strict=True))
-            if not count and other != index and (view := result.view) is not None and view.numel()
+            if not (count or result.is_zeros) and other != index and (view := result.view) is not None and view.numel()
         }
         if not views:
             return {}

@@ -37,7 +37,7 @@ class GroupState:
     """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls.
 
     ``agreed``: the operation and number of the last call in which all ranks held the same parameters, and what they
-    held.
+    held. ``sparse``: the names of the parameters with a sparse result in any call until now; equal on all ranks.
     """
 
     groups: Groups
@@ -45,6 +45,7 @@ class GroupState:
     calls: Counter[Operation] = field(default_factory=Counter)
     agreed: tuple[Operation, int, Mapping[str, str]] | None = None
     waited_seconds: float = 0.0  # for the headers of the other ranks, in the last all_reduce
+    sparse: set[str] = field(default_factory=set)
 
 
 class Call(Gatherer):

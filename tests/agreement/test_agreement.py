@@ -200,6 +200,7 @@ def _other_setting(rank: int, settings: dict[str, list[Any]]) -> str:
 
 def test_settings_that_must_agree_are_compared() -> None:
     settings = {"buffer_size": [4, 8], "reduce_dtype": [None, torch.bfloat16], "uneven": ["warn", "raise"]}
+    settings["absent_gradients"] = ["none", "zeros"]
     values = {name: ({name: of_ranks},) for name, of_ranks in settings.items()}
     values["uneven"] = ({"checks": [Checks(uneven=policy) for policy in settings["uneven"]]},)
     for name, (first, second) in run_cases(_other_setting, 2, values).items():

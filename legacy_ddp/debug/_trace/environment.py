@@ -88,6 +88,7 @@ def facts_of(
         "buffer_size": str(settings.buffer_size),
         "reduce_dtype": _short(settings.reduce_dtype),
         "reproducible": str(settings.reproducible),
+        "absent_gradients": settings.absent_gradients,
         "gradient_as_bucket_view": str(settings.gradient_as_bucket_view),
         "ignore": ", ".join(sorted(settings.ignore)) or "nothing",
         "checks": settings.checks.level,
