@@ -23,6 +23,7 @@ _LOST = "tests/watchdog/test_lost_ranks.py"
 _LATE = "tests/collectives/test_late_nonfinite.py -k later_by_all"
 _LATE_RANK = "tests/collectives/test_late_rank.py"
 _LATE_DIGESTS = "tests/replicas/test_late_digests.py -k later_by_all"
+_ABSENT = "tests/collectives/test_absent_gradients.py"
 _PAYLOADS = "tests/watchdog/test_payloads.py"
 _INTERRUPTS = "tests/test_interrupts.py"
 _KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
@@ -468,6 +469,36 @@ COLLECTIVES = (
         "if 2 * calls < len(steps) or not",
         "if not",
         "tests/test_statistics.py -k in_turns",
+    ),
+    Mutant(
+        "zeros for absent gradients are what the slot held before",
+        "views.tensors[index].zero_()  #",
+        "views.tensors[index]  #",
+        f"{_ABSENT} -k ancestor",
+    ),
+    Mutant(
+        "zeros for absent gradients, also where no rank takes part",
+        'absent_gradients == "none" or not reduced.divisor:',
+        'absent_gradients == "none":',
+        f"{_ABSENT} -k only_what",
+    ),
+    Mutant(
+        "zeros for gradients that were sparse",
+        "kind == ABSENT and slot.name not in sparse",
+        "kind == ABSENT",
+        f"{_ABSENT} -k ever_sparse",
+    ),
+    Mutant(
+        "a backward that adds to zeros adds to a result",
+        " or result.is_zeros:\n",
+        ":\n",
+        f"{_ABSENT} -k only_what",
+    ),
+    Mutant(
+        "zeros for absent gradients look as cleared results",
+        "if not (count or result.is_zeros) and",
+        "if not count and",
+        f"{_ABSENT} -k only_what",
     ),
 )
 
