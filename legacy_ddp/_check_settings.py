@@ -69,7 +69,8 @@ class Checks:
             an infinity that arises in the sum itself is not seen; ``"ignore"``. ``"raise"`` and ``"skip"`` must be
             equal on all ranks; no rank warns if a rank has ``"ignore"`` or is ``"off"``. On a device
             ``"warn"`` tells some calls later, without a wait; ``"raise"`` and ``"skip"`` wait for the device.
-        grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss; None: with ``nonfinite="warn"`` a scaler
+        grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss, or an object with its methods
+            ``is_enabled()`` and ``get_scale()``; None: with ``nonfinite="warn"`` a scaler
             that has scaled a loss in this process. While the scaler is enabled on every rank, with a scale above 1, a
             non-finite gradient counts as its overflow: no error and no warning, and its ``step()`` skips on all ranks,
             because all ranks get the infinity. With ``nonfinite="skip"`` pass it on all ranks, or on none: then, too,
@@ -148,7 +149,9 @@ class Checks:
         scaler: object = self.grad_scaler
         if isinstance(scaler, type) or not isinstance(scaler, LossScaler | None):
             raise TypeError(
-                f"checks: grad_scaler is not usable: got {scaler!r}, expected a torch.amp.GradScaler, or None"
+                f"checks: grad_scaler is not usable: got {scaler!r}, expected a torch.amp.GradScaler, an object with "
+                "the methods is_enabled() and get_scale(), or None; for a scaler without them pass an object of your "
+                "own that has them: docs/reference.md, section A loss scaler of your own, shows one"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Checks":

@@ -8,7 +8,7 @@ LegacyDDPError(RuntimeError)
 │   ├── PeerError              a rank failed locally before the exchange; the text has its error
 │   ├── ReplicaDivergenceError  replicas hold or compute different bits; the text names tensors, phase and cause
 │   ├── EditedGradientError    gradients were clipped or unscaled before the call, with ``edited="raise"``
-│   ├── NonFiniteGradientError  a gradient holds NaN or infinity, with ``nonfinite="raise"``
+│   ├── NonFiniteGradientError  a gradient holds NaN or infinity, with ``nonfinite="raise"``; a FloatingPointError, too
 │   ├── CommHookError          a communication hook returned no usable gradient
 │   └── TransportError         ``transport="host"`` is not possible, or not any more
 ├── LostPeerError          a rank did not answer; the group is not usable any more
@@ -158,9 +158,10 @@ class PeerError(AgreedError):
     """
 
 
-class NonFiniteGradientError(AgreedError):
+class NonFiniteGradientError(AgreedError, FloatingPointError):
     """A local gradient held NaN or infinity before the exchange; only with ``Checks(nonfinite="raise")``.
 
+    Trainers that skip such a step catch Python's FloatingPointError, and this one with it.
     ``ranks``: the ranks with such a gradient. ``parameter``: the first such parameter on the first of these ranks.
 
     Example:

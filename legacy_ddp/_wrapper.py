@@ -187,7 +187,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             process_activity.enter(before.phase, before.call)
 
     def all_reduce(
-        self, sample_size: SupportsIndex | None = None, *, skip: bool = False, metrics: Metrics = None
+        self, sample_size: SupportsIndex | float | None = None, *, skip: bool = False, metrics: Metrics = None
     ) -> SyncRecord:
         """Average the gradients over the ranks; afterwards ``.grad`` holds the same bits on every rank.
 
@@ -212,7 +212,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         the mean of the new gradients to that result. A tensor assigned to ``.grad`` is never taken for a result.
 
         Args:
-            sample_size: number of items in this rank's gradient sums; an int, or an integer of NumPy or torch.
+            sample_size: number of items in this rank's gradient sums; a whole number of Python, NumPy or torch, also in
+                a floating dtype that holds it exactly.
             skip: leave this rank out of the mean, and ignore ``sample_size``.
             metrics: numbers of this rank by name, also tensors with one element on any device; equal names on every
                 rank. ``record.metrics`` has the sums over all ranks, as doubles; docs/reference.md has the rules.

@@ -52,7 +52,7 @@ def _counts_waits(rank: int) -> dict[str, tuple[dict[str, int], Any]]:
     call(model, "a report of skip")
     model.zero_grad()
     backward_on_device(model, rank)
-    call(model, "a part of no items", sample_size=torch.tensor(4 * rank, device="sim"))
+    call(model, "a part of no items", sample_size=torch.tensor(4.0 * rank, device="sim"))
     bias_grad = model.module[2].bias.grad.cpu().tolist()
     model.zero_grad(set_to_none=False)
     call(model, "cleared in place")

@@ -154,7 +154,7 @@ def all_reduce_gradients(
     module_or_params: nn.Module | Iterable[torch.Tensor],
     *,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    sample_size: SupportsIndex | None = None,
+    sample_size: SupportsIndex | float | None = None,
     skip: bool = False,
     metrics: Metrics = None,
 ) -> SyncRecord:

@@ -54,14 +54,15 @@ class _Searched:
 class _Ring(Ring[_Searched]):
     """The answers about the gradients of calls on a process group.
 
-    ``judged``: the newest judged row. ``bad``: the details of complete rows with a non-finite gradient that are not
-    judged. ``is_told``: a warning was given, and no later call was finite on all ranks. ``judged`` and ``is_told`` are
-    equal on all ranks.
+    ``judged``: the newest judged row. ``has_scaler``: a scaler was passed to the checks. ``bad``: the details of
+    complete rows with a non-finite gradient that are not judged. ``is_told``: a warning was given, and no later call
+    was finite on all ranks. ``judged`` and ``is_told`` are equal on all ranks.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, has_scaler: bool) -> None:
         super().__init__()
         self.rank = rank
+        self.has_scaler = has_scaler
         self.judged = 0
         self.is_told = False
         self.bad: dict[int, NonFinite] = {}
@@ -102,7 +103,7 @@ class LateNonFiniteGradients(Check):
         call, header = step.call, step.header
         ring = self._rings.get(call.groups)
         if ring is None:
-            ring = _Ring(call.groups.rank)
+            ring = _Ring(call.groups.rank, has_scaler=call.checks.grad_scaler is not None)
             weakref.finalize(call.groups, _tell_rest, ring)  # also as the process ends
             self._rings[call.groups] = ring
         ring.drop_failed()
@@ -220,7 +221,7 @@ def _tell_rest(ring: _Ring) -> None:
     """
     ring.drop_failed()
     ring.look()
-    if ring.bad and not (ring.is_told or knows_scalers()):
+    if ring.bad and not (ring.is_told or ring.has_scaler or knows_scalers()):
         number, details = min(ring.bad.items())
         text = (
             f"{ring.call_names[number]}: non-finite gradients on rank {ring.rank}, found after its last call:\n"

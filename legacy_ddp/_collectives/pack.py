@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import NamedTuple, SupportsFloat, SupportsIndex, TypeGuard
+from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeGuard
 
 import torch
 
@@ -28,6 +28,7 @@ from legacy_ddp._torch import device as devices
 from legacy_ddp._torch.device import have_nonzero
 from legacy_ddp._transport.call import Call, check_can_communicate
 
+_RANGE = "sample_size is out of range: got {}, expected 0 to 2**62 - 1; 0 leaves this rank out"
 Metrics = Mapping[str, SupportsFloat] | None
 _mask_of = lru_cache(maxsize=8)(fingerprint)  # the kinds of gradients are the same in most calls
 
@@ -35,7 +36,7 @@ _mask_of = lru_cache(maxsize=8)(fingerprint)  # the kinds of gradients are the s
 class Arguments(NamedTuple):
     """The arguments of :meth:`LegacyDistributedDataParallel.all_reduce`, not checked yet."""
 
-    sample_size: SupportsIndex | None = None
+    sample_size: SupportsIndex | float | None = None
     skip: bool = False
     metrics: Metrics = None
 
@@ -179,47 +180,79 @@ def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Pac
         leaves.sums.reserve(packed.flats)
 
 
-def _header_of(sample_size: SupportsIndex | None, skip: bool, reader: devices.Reader | None) -> Header:
+def _header_of(sample_size: SupportsIndex | float | None, skip: bool, reader: devices.Reader | None) -> Header:
     if not isinstance(skip, bool):
         raise TypeError(f"skip is of the wrong type: got {skip!r}, expected True or False")
     if skip:
         return Header(participation=Participation.SKIP)
     if sample_size is None:
         return Header(participation=Participation.PLAIN)
-    if reader is not None and _is_integer_on_device(sample_size):
+    if reader is not None and _is_number_on_device(sample_size):
         header = Header(participation=Participation.SAMPLES, sample_size=1)  # until it is read: the rank takes part
-        reader.add_scalar(sample_size, partial(_set_sample_size, header))
+        reader.add_scalar(sample_size, partial(_set_sample_size, header, sample_size.dtype))
         return header
     return Header(participation=Participation.SAMPLES, sample_size=_number_of_items(sample_size))
 
 
-def _is_integer_on_device(size: object) -> TypeGuard[torch.Tensor]:
+def _is_number_on_device(size: object) -> TypeGuard[torch.Tensor]:
     return (
         isinstance(size, torch.Tensor)
         and size.device.type not in ("cpu", "meta")
         and size.numel() == 1
         and size.dtype != torch.bool
-        and not (size.is_floating_point() or size.is_complex())
+        and not size.is_complex()
     )
 
 
-def _set_sample_size(header: Header, number: float) -> None:
-    header.sample_size = _number_of_items(int(number))
+def _set_sample_size(header: Header, dtype: torch.dtype, number: float) -> None:
+    header.sample_size = _number_of_items(_whole(number, dtype) if dtype.is_floating_point else int(number))
 
 
-def _number_of_items(sample_size: SupportsIndex) -> int:
+def _number_of_items(sample_size: Any) -> int:
     try:
         if isinstance(sample_size, bool) or getattr(sample_size, "dtype", None) == torch.bool:
             raise TypeError("True and False count nothing")
-        number = operator.index(sample_size)
+        dtype = _floating_dtype(sample_size)
+        number = operator.index(sample_size) if dtype is None else _whole(sample_size, dtype)
     except TypeError:
         raise TypeError(
-            f"sample_size is of the wrong type: got {_name_type(sample_size)}, expected an int, an integer of NumPy, "
-            "an integer tensor of one element, or None; pass int(n) if n counts items"
+            f"sample_size is of the wrong type: got {_name_type(sample_size)}, expected a whole number (of Python or "
+            "NumPy, or a tensor of one element), or None; pass int(n) if n counts items"
         ) from None
     if not 0 <= number < 2**62:
-        raise ValueError(f"sample_size is out of range: got {number}, expected 0 to 2**62 - 1; 0 leaves this rank out")
+        raise ValueError(_RANGE.format(number))
     return number
+
+
+def _floating_dtype(size: object) -> torch.dtype | None:
+    """The dtype of a floating number of Python or NumPy, or of a tensor of one element; None for all others."""
+    dtype = getattr(size, "dtype", torch.float64 if isinstance(size, float) else None)
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)  # NumPy has the same names
+    is_single = size.numel() == 1 if isinstance(size, torch.Tensor) else not getattr(size, "shape", ())
+    return found if isinstance(found, torch.dtype) and found.is_floating_point and is_single else None
+
+
+def _whole(size: Any, dtype: torch.dtype) -> int:
+    """A floating number without a fraction, as an int.
+
+    Raises:
+        ValueError: not a whole number, or so large that rounding may have changed it.
+    """
+    number = float(size.item() if isinstance(size, torch.Tensor) else size)
+    if not math.isfinite(number):
+        raise ValueError(_RANGE.format(number))
+    if not number.is_integer():
+        raise ValueError(
+            f"sample_size is not a whole number: got {number}, expected a number of items; to divide by a sum of "
+            "weights, leave sample_size out, pass metrics={'weight': w}, and multiply every gradient by "
+            "record.divisor / record.metrics['weight'] after the call"
+        )
+    if abs(number) >= (limit := 2 / torch.finfo(dtype).eps):
+        raise ValueError(
+            f"sample_size may be rounded: got {number:.0f} as {str(dtype).removeprefix('torch.')}, which holds every "
+            f"whole number only below {limit:.0f}; count the items as integers"
+        )
+    return int(number)
 
 
 def _name_type(value: object) -> str:

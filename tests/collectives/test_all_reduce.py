@@ -78,6 +78,8 @@ def test_only_ranks_that_take_part_count() -> None:
 
 def test_a_sample_size_is_anything_that_counts_as_an_int() -> None:
     sizes = [3, np.int64(3), np.uint8(3), np.array(3), torch.tensor(3), torch.tensor([3], dtype=torch.uint8)]
+    sizes += [3.0, np.float32(3), np.float64(3), np.array(3.0)]
+    sizes += [torch.tensor(3.0), torch.tensor([[3.0]], requires_grad=True), torch.tensor(3.0, dtype=torch.bfloat16)]
     grads = vectors([6.0, 60.0], [12.0, 120.0])
 
     check_case(
@@ -87,11 +89,11 @@ def test_a_sample_size_is_anything_that_counts_as_an_int() -> None:
 
 
 _NO_NUMBERS = {
-    "float": 3.0,
-    "float32": np.float32(3),
     "bool": True,
     "Tensor of torch.bool, shape ()": torch.tensor(True),
-    "Tensor of torch.float32, shape ()": torch.tensor(3.0),
+    "Tensor of torch.float32, shape (2,)": torch.tensor([1.0, 2.0]),
+    "Tensor of torch.complex64, shape ()": torch.tensor(3 + 0j),
+    "ndarray of float64, shape (1,)": np.array([3.0]),
     "Tensor of torch.int64, shape (2,)": torch.tensor([1, 2]),
     "ndarray of int64, shape (2,)": np.array([1, 2]),
     "ndarray of bool, shape ()": np.array(True),
@@ -99,23 +101,39 @@ _NO_NUMBERS = {
 }
 
 
+_OUTSIDE = {"-1": -1, f"{2**62}": 2**62, f"{2**63}": np.uint64(2**63), "-2": -2.0, "nan": torch.tensor(float("nan"))}
+_OUTSIDE |= {"inf": float("inf"), "-inf": np.float32("-inf")}
+_NOT_WHOLE = {"3.5": 3.5, "0.25": torch.tensor(0.25), "1e-30": np.float64(1e-30)}
+# Counted in fp32, 2**24 + 1 items are 2**24.
+_ROUNDED = (torch.tensor(2.0**24 + 1), torch.tensor(300.0, dtype=torch.bfloat16), 2.0**53)
+
+
 @on_ranks(2)
 def _sizes_refused(rank: int) -> list[small_models.Said]:
     model = wrap_module([torch.zeros(2)])
-    values = (*_NO_NUMBERS.values(), -1, 2**62, np.uint64(2**63))
+    values = (*_NO_NUMBERS.values(), *_OUTSIDE.values(), *_NOT_WHOLE.values(), *_ROUNDED)
     return [small_models.error_of(model.all_reduce, value) for value in values]
 
 
 def test_a_sample_size_that_counts_nothing_is_refused_with_its_type_and_its_limits_are_true() -> None:
     for said in _sizes_refused():
         types, ranges = said[: len(_NO_NUMBERS)], said[len(_NO_NUMBERS) :]
+        not_whole, rounded = ranges[len(_OUTSIDE) : -len(_ROUNDED)], ranges[-len(_ROUNDED) :]
         for found, (kind, text) in zip(_NO_NUMBERS, types, strict=True):
             assert kind == "TypeError"
             assert text.startswith(f"sample_size is of the wrong type: got {found}")
-            assert ", expected an int, an integer of NumPy, an integer tensor of one element, or None" in text
-        for value, (kind, text) in zip((-1, 2**62, 2**63), ranges, strict=True):
+            assert ", expected a whole number (of Python or NumPy, or a tensor of one element), or None" in text
+        for value, (kind, text) in zip(_OUTSIDE, ranges, strict=False):
             assert kind == "ValueError"
             assert text.startswith(f"sample_size is out of range: got {value}, expected 0 to 2**62 - 1")
+        for value, (kind, text) in zip(_NOT_WHOLE, not_whole, strict=True):
+            assert (kind, text.partition(", expected")[0]) == (
+                "ValueError",
+                f"sample_size is not a whole number: got {value}",
+            )
+            assert "multiply every gradient by record.divisor / record.metrics['weight'] after the call" in text
+        for dtype, (kind, text) in zip(("float32", "bfloat16", "float64"), rounded, strict=True):
+            assert (kind, f" as {dtype}, which holds every whole number only below " in text) == ("ValueError", True)
 
 
 def _records(all_parts: Sequence[Sequence[Part]], rank: int) -> list[tuple[bool, SyncRecord]]:

@@ -198,16 +198,23 @@ _ENDS = """
 import logging, torch, torch.distributed as dist
 from torch import nn
 from tests.helpers.simulated_group import register
-from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+
+class Scaler:
+    is_enabled, get_scale = lambda self: True, lambda self: 128.0
 
 register()
 dist.init_process_group("cpu:gloo,sim:simccl")
-model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False).to("sim"))
-for step in range(2):
-    value = float("nan") if (dist.get_rank(), step) == (1, 1) else 1.0
-    model(torch.full((1, 1), value, device="sim")).sum().backward()
-    model.all_reduce()
-    model.zero_grad()
+scaled = Checks(grad_scaler=Scaler())  # which skips such a step
+models = [
+    LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False).to("sim"), checks=checks) for checks in (scaled, "info")
+]
+for model in models:
+    for step in range(2):
+        value = float("nan") if (dist.get_rank(), step) == (1, 1) else 1.0
+        model(torch.full((1, 1), value, device="sim")).sum().backward()
+        model.all_reduce()
+        model.zero_grad()
 dist.destroy_process_group()
 print("end of rank", dist.get_rank() if dist.is_initialized() else "")
 """

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import (
+    AgreedError,
     Checks,
     LegacyDistributedDataParallel,
     NonFiniteGradientError,
@@ -591,6 +592,48 @@ def test_one_rank_without_a_scaler_overflow_makes_it_an_error_on_all() -> None:
         assert words in first[1], case
 
 
+class _OwnScaler:
+    """Not of torch: only what the checks ask for."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def get_scale(self) -> float:
+        return self._scale
+
+
+@on_ranks(2)
+def _own_scaler_overflows(rank: int) -> list[int]:
+    """Three calls in a row without finite gradients: the number of warnings in the log, for two scales."""
+    found = []
+    for scale in (128.0, 1.0):
+        model = wrap(checks=Checks(grad_scaler=_OwnScaler(scale)))
+        for _ in range(3):
+            model.zero_grad()
+            add_gradients(model, INF if rank == 1 else 1.0)
+            model.all_reduce()
+        found.append(len(logged_warnings.take()))
+    return found
+
+
+@pytest.mark.cpu("a device tells later")
+def test_overflows_in_a_row_of_a_scaler_that_is_not_of_torch_are_told_at_its_least_scale_alone() -> None:
+    assert _own_scaler_overflows() == [[0, 1]] * 2
+
+
+def test_the_error_is_a_floating_point_error_also_from_a_pickle() -> None:
+    error = NonFiniteGradientError("no number", ranks=[1], call=3, parameter="weight")
+
+    for found in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert isinstance(found, FloatingPointError)
+        assert isinstance(found, AgreedError)
+        assert (str(found), found.ranks, found.call, found.parameter) == ("no number", (1,), 3, "weight")
+        assert found.__notes__ == error.__notes__
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_deep_copy_shares_the_scaler_and_a_pickle_leaves_it_out_even_in_the_middle_of_a_step() -> None:
     training = Training(0)
@@ -612,8 +655,12 @@ def test_a_deep_copy_shares_the_scaler_and_a_pickle_leaves_it_out_even_in_the_mi
 
 @pytest.mark.parametrize("scaler", [65536.0, torch.amp.GradScaler, object()])
 def test_an_object_that_is_no_scaler_is_refused(scaler: Any) -> None:
-    with pytest.raises(TypeError, match=r"^checks: grad_scaler is not usable: got .*, expected a torch\.amp\.G"):
+    with pytest.raises(
+        TypeError, match=r"^checks: grad_scaler is not usable: got .*, expected a torch\.amp\.G"
+    ) as caught:
         Checks(grad_scaler=scaler)
+
+    assert "an object with the methods is_enabled() and get_scale()" in str(caught.value)
 
 
 # The text

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,13 +75,15 @@ def _given(rank: int, block: str) -> dict[str, Any]:
         "run": run,
         "step": 0,
         "tokens": 4,
+        "weight": 2.5,
+        "scaler": SimpleNamespace(loss_scale=128.0),
         "loss_sum": torch.tensor(2.0),
         "correct": torch.tensor(1.0),
     }
 
 
 def test_every_example_that_is_a_part_of_a_script_runs(tmp_path: Path) -> None:
-    assert [len(_blocks(page)) for page in PARTS] == [7, 1, 1, 1]
+    assert [len(_blocks(page)) for page in PARTS] == [7, 1, 3, 1]
 
     run_ranks(_run_blocks, 2, str(tmp_path))  # raises the error of a rank
 

@@ -471,6 +471,18 @@ COLLECTIVES = (
         "tests/test_statistics.py -k in_turns",
     ),
     Mutant(
+        "a scaler that was passed does not count as the process ends",
+        "(ring.is_told or ring.has_scaler or",
+        "(ring.is_told or",
+        "tests/collectives/test_late_nonfinite.py -k process_ends",
+    ),
+    Mutant(
+        "a rounded sample_size is taken",
+        "if abs(number) >= (limit :=",
+        "if number < 0 * (limit :=",
+        "tests/collectives/test_all_reduce.py -k counts_nothing",
+    ),
+    Mutant(
         "zeros for absent gradients are what the slot held before",
         "views.tensors[index].zero_()  #",
         "views.tensors[index]  #",
