@@ -20,31 +20,31 @@ def main() -> None:
 
 
 def step() -> str:
-    """One call of all_reduce() over two ranks, from the plan to the views."""
-    parts = [_heading(left, name) for left, name in zip((110, 250, 405, 570, 725), _STAGES, strict=True)]
-    for rank, top in enumerate((60, 190)):
-        parts += [_text(48, top + 45, f"rank {rank}", bold=True), *_rank_row(top)]
+    """One call of all_reduce() over two ranks, from the plan to the views. Narrow enough for a small screen."""
+    parts = [_text(45, middle, stage, bold=True) for stage, middle in _STAGES.items()]
+    for rank, left in enumerate((90, 245)):
+        parts += [_text(left + 70, 30, f"rank {rank}", bold=True), *_rank_column(left)]
     parts += [
-        _box(405, 60, 120, 210, PALE, ["128 bytes of", "each rank:", "same call?", "same layout?"]),
-        _box(570, 60, 120, 210, PALE, ["sum over ranks,", "then divide"]),
-        _arrow(465, 270, 465, 306),
-        _box(330, 308, 270, 42, RED, ["ranks differ: the same error on", "every rank, no .grad has changed"]),
+        _box(90, 187, 295, 46, PALE, ["128 bytes of each rank:", "same call? same layout?"]),
+        _arrow(237, 233, 237, 251),
+        _box(142, 255, 190, 62, RED, ["ranks differ: every rank", "raises the same error,", "no .grad has changed"]),
+        *(_arrow(left, 233, left, 331) for left in (115, 360)),
+        _box(90, 335, 295, 34, PALE, ["sum over ranks, then divide"]),
     ]
-    return _svg(870, 365, "One step: plan, pack, agree, reduce, alias", parts)
+    return _svg(400, 455, "One step: plan, pack, agree, reduce, alias", parts)
 
 
-_STAGES = ("plan", "pack", "agree", "reduce", "alias")
+_STAGES = {"plan": 71, "pack": 130, "agree": 215, "reduce": 357, "alias": 411}
 
 
-def _rank_row(top: int) -> list[str]:
+def _rank_column(left: int) -> list[str]:
     """The stages that each rank does alone: slots, the flat tensor, and the views of the flat tensor."""
-    parts = [_box(110, top, 100, 80, PALE, ["parameters", "by name:", "a slot each"])]
-    for left, caption in ((250, "flat tensor"), (725, ".grad = views")):
-        parts.append(_text(left + 60, top + 72, caption))
+    parts = [_box(left, 44, 140, 46, PALE, ["parameters", "by name: a slot"])]
+    for top, caption in ((108, "flat tensor"), (389, ".grad = views")):
+        parts.append(_text(left + 70, top + 50, caption))
         for slot, colour in enumerate(COLOURS):
-            parts.append(_box(left + 40 * slot, top + 15, 40, 40, colour, [f"g{slot}"]))
-    parts += [_arrow(210, top + 35, 246, top + 35), _arrow(370, top + 35, 401, top + 35)]
-    return [*parts, _arrow(525, top + 35, 566, top + 35), _arrow(690, top + 35, 721, top + 35)]
+            parts.append(_box(left + 10 + 40 * slot, top, 40, 34, colour, [f"g{slot}"]))
+    return [*parts, *(_arrow(left + 70, top, left + 70, top + 14) for top in (90, 165, 371))]
 
 
 def layers() -> str:
@@ -192,11 +192,6 @@ def _box(left: int, top: int, width: int, height: int, fill: str, lines: list[st
     ]
     shape = f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="4" fill="{fill}" stroke="{LINE}"/>'
     return shape + "".join(texts)
-
-
-def _heading(left: int, name: str) -> str:
-    width = 100 if name == "plan" else 120
-    return _text(left + width // 2, 38, name, bold=True)
 
 
 def _text(middle: int, base: int, text: str, *, bold: bool = False) -> str:

@@ -32,6 +32,11 @@ SAME_BITS = (
     "torch DDP, a GAN",
     "torch DDP, several wrappers",
     "torch DDP, evaluation on one rank",
+    "torch DDP, statistics that are averaged",
+    "by hand, a flat vector",
+    "by hand, per parameter",
+    "by hand, a divided loss",
+    "by hand, weighted by tokens",
 )
 # Those with one model, a call per step, and every batch of `steps` or `batches`.
 PLAIN = ("torch DDP", "torch DDP, accumulating", "torch DDP, require_backward_grad_sync", *IN_TOKENS, "apex", "Horovod")
@@ -68,7 +73,7 @@ def _pairs(rank: int, dtype: torch.dtype) -> list[Batch]:
 
 
 def _run(rank: int, program: str, dtype: torch.dtype) -> State:
-    """The weights of all modules after the program."""
+    """Weights and buffers of all modules after the program."""
     steps = _steps(rank, dtype)
     torch.manual_seed(1)
     generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)).to(dtype)
@@ -81,6 +86,7 @@ def _run(rank: int, program: str, dtype: torch.dtype) -> State:
         "clip_grad_norm_": clip_grad_norm_,
         "process_group": dist.group.WORLD,
         **modules,
+        "normalized": nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(dtype),
         "steps": steps,
         "batches": batches,
         "padded": batches if rank == 0 else [*batches[:-3], None, None, None],
@@ -89,7 +95,8 @@ def _run(rank: int, program: str, dtype: torch.dtype) -> State:
         "losses": [],
     }
     exec(compile(program, "docs/migration.md", "exec"), names)
-    return {f"{name}.{key}": value for name, module in modules.items() for key, value in module.state_dict().items()}
+    found = {name: value for name, value in names.items() if isinstance(value, nn.Module)}
+    return {f"{name}.{key}": value for name, module in found.items() for key, value in module.state_dict().items()}
 
 
 def _run_all(rank: int, programs: list[str], dtype: torch.dtype) -> list[State]:

@@ -245,12 +245,40 @@ def test_a_report_of_80_columns_fits_into_a_window_of_1280_pixels(site: Path, dr
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["index.html", "overview.html"])
-def test_no_example_and_no_message_of_a_first_page_is_cut_off_at_1440_pixels(
+@pytest.mark.parametrize("name", ["index.html", "overview.html", "errors.html"])
+def test_examples_and_messages_are_whole_and_as_wide_as_the_text_at_1440_pixels(
     site: Path, driver: webdriver.Chrome, name: str
 ) -> None:
     page = Page(driver, site / name, ready=LOADED)
     page.set_width(1440)
 
-    excess = "return [...document.querySelectorAll('pre')].map(block => block.scrollWidth - block.clientWidth)"
-    assert max(page.run(excess)) <= 0
+    blocks = page.run(
+        "return [...document.querySelectorAll('article pre')]"
+        ".map(block => [block.scrollWidth - block.clientWidth, block.getBoundingClientRect().right])"
+    )
+    limits = "return [...document.querySelectorAll('article section > p')].map(part => part.getBoundingClientRect().right)"
+    assert max(excess for excess, _ in blocks) <= 0
+    assert {round(right) for _, right in blocks} == {round(max(page.run(limits)))}
+
+
+@needs_browser
+def test_the_drawing_of_the_first_page_is_readable_on_a_small_screen(site: Path, driver: webdriver.Chrome) -> None:
+    page = Page(driver, site / "index.html", ready=LOADED)
+    page.set_width(390)
+
+    scale = page.run("const image = document.querySelector('article img'); return image.width / image.naturalWidth")
+    assert 13 * scale > 11  # pixels of its letters
+
+
+@needs_browser
+def test_no_heading_of_a_sidebar_touches_its_border(site: Path, driver: webdriver.Chrome) -> None:
+    page = Page(driver, site / "errors.html", ready=LOADED)
+    page.set_width(1440)
+
+    gap = page.run("""
+const title = document.querySelector(".bd-sidebar-primary .bd-links__title"), range = document.createRange()
+range.selectNodeContents(title)
+const border = document.querySelector(".bd-sidebar-primary").getBoundingClientRect().right
+return border - range.getBoundingClientRect().right
+""")
+    assert gap > 8

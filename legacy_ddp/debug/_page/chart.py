@@ -9,9 +9,23 @@ from functools import cached_property
 from math import gcd
 
 import numpy as np
-from bokeh.models import BasicTickFormatter, CrosshairTool, FixedTicker, Range1d, Span
+from bokeh.models import BasicTickFormatter, CrosshairTool, CustomJS, FixedTicker, Range1d, Span
 from bokeh.plotting import figure
 from numpy.typing import NDArray
+
+# On a phone the borders are narrower, so that a whole chart is seen; its legend is below it.
+_FIT_CODE = """
+const narrow = innerWidth < 600
+const [left, right] = borders[narrow ? 1 : 0]
+if (plot.min_border_left == left) return
+requestAnimationFrame(() => {
+  const legends = [...plot.right, ...plot.below].filter(part => part.type == "Legend")
+  const [from, to] = narrow ? ["right", "below"] : ["below", "right"]
+  const others = place => plot[place].filter(part => !legends.includes(part))
+  // All at once: a legend without a place has no view for a moment, which is an error.
+  plot.setv({min_border_left: left, min_border_right: right, [from]: others(from), [to]: [...others(to), ...legends]})
+})
+"""
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -24,6 +38,7 @@ MAX_POINTS = 2000
 ABSENT, ZERO, FLAGGED, NONFINITE, RAMP = range(5)
 LEVELS = 200
 LEFT, RIGHT, HEIGHT = 190, 120, 220
+NARROW_LEFT, NARROW_RIGHT = 116, 76
 GREY, BLACK, VERMILLION = "#767676", "#000000", "#d55e00"
 WHITE, LIGHT, SKY = "#ffffff", "#e8e8e8", "#56b4e9"
 BLUES = ("#dbe9f6", "#9dc6e0", "#4a98c9", "#17509a")
@@ -243,6 +258,8 @@ class Axis:
             toolbar_location="above",
             **more,
         )
+        borders = [[LEFT, RIGHT], [NARROW_LEFT, NARROW_RIGHT]]
+        plot.js_on_change("outer_width", CustomJS(args={"plot": plot, "borders": borders}, code=_FIT_CODE))
         plot.add_tools(CrosshairTool(overlay=self.pointer))
         plot.toolbar.logo = None
         plot.xaxis.formatter = BasicTickFormatter(use_scientific=False)

@@ -28,6 +28,10 @@ from legacy_ddp.debug._page.chart import (
 from legacy_ddp.debug._page.series import Series
 
 _MAX_LABEL = 22  # characters of 11 px, beside a chart
+_TICK_CODE = """
+const text = Number.isInteger(tick) ? (rows[tick] ?? "") : ""
+return innerWidth < 600 && text.length > 12 ? "…" + text.slice(-11) : text
+"""
 
 _ROW_CODE = "return rows[Math.max(0, Math.min(rows.length - 1, Math.round(special_vars.y)))]"
 _COLUMN_CODE = """
@@ -145,7 +149,7 @@ def _add_row_labels(plot: figure, heat_map: HeatMap) -> None:
     ticker.num_minor_ticks = 0
     plot.yaxis.ticker = ticker
     plot.yaxis.formatter = models.CustomJSTickFormatter(
-        args={"rows": list(heat_map.row_ticks)}, code='return Number.isInteger(tick) ? (rows[tick] ?? "") : ""'
+        args={"rows": list(heat_map.row_ticks)}, code=_TICK_CODE
     )
     plot.yaxis.major_label_text_font = "monospace"
     plot.yaxis.major_label_text_font_size = "11px"

@@ -206,12 +206,20 @@ def test_panning_one_chart_pans_all(driver: webdriver.Chrome, tmp_path: Path) ->
 
 
 @needs_browser
-def test_the_page_fits_a_narrow_window(tmp_path: Path) -> None:
-    with open_browser(width=800) as driver:
-        page = Page(driver, _page(tmp_path, runs=2))
+@pytest.mark.parametrize("width, least", [(800, 400), (390, 150)])
+def test_the_page_and_whole_charts_fit_a_narrow_window(
+    driver: webdriver.Chrome, tmp_path: Path, width: int, least: int
+) -> None:
+    page = Page(driver, _page(tmp_path, runs=2))
+    page.set_width(width)
+    fits = "return [...document.querySelectorAll('section')].every(part => part.scrollWidth <= part.clientWidth)"
+    page.wait_for(f"{fits} || null")
+    frames = page.run(FRAMES)
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
-        assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
-        assert all(width > 400 for _, _, width, _ in page.run(FRAMES))
+    assert len({(left, frame_width) for left, _, frame_width, _ in frames}) == 1, frames
+    assert all(left > 0 and frame_width > least for left, _, frame_width, _ in frames), frames
+    assert page.console_errors() == []
 
 
 @pytest.mark.skipif(not os.environ.get("CI"), reason="is for CI")
