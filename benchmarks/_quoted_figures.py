@@ -49,13 +49,8 @@ FIGURES: Mapping[str, Column] = MappingProxyType(
     {
         "transformer": figure("step_2.json", *_steps("transformer", 1, *_ours("median_ratio"))),
         "transformer, 4": figure("step_2.json", *_steps("transformer", 4, *_ours("median_ratio"))),
+        "small": figure("step_small_2.json", *_steps("small", 1, *_ours("median_ratio"))),
         "small, processor": figure("step_small_2.json", *_steps("small", 1, *_ours("cpu_ratio"))),
-        "small, processor of ours": figure(
-            "step_small_2.json", *_steps("small", 1, ("variants", "ours, info", "cpu_ms")), form="{:.1f}"
-        ),
-        "small, processor of torch DDP": figure(
-            "step_small_2.json", *_steps("small", 1, ("variants", "torch DDP", "cpu_ms")), form="{:.1f}"
-        ),
         "tiny, views": figure(
             "step_others_2.json", *_steps("tiny", 1, ("ratios", "ours, off / torch DDP, bucket views"))
         ),

@@ -37,6 +37,8 @@ function addQuote(item) {
 document.addEventListener("DOMContentLoaded", () => {
   const results = document.querySelector("#search-results")
   if (!results) return
+  // A section with the searched words in its title comes before pages that have the words in their text.
+  Scorer.score = ([, , , , score, , kind]) => kind === "title" ? score + Scorer.title : score
   const addQuotes = () => results.querySelectorAll("li").forEach(addQuote)
   new MutationObserver(addQuotes).observe(results, {childList: true, subtree: true})
   addQuotes()

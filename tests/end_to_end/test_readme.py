@@ -25,6 +25,21 @@ def test_the_readme_s_example_runs_on_two_ranks_and_prints_what_the_page_shows(t
     assert run.stdout.splitlines() == [shown[1]]
 
 
+def test_the_readme_s_two_lines_for_a_plain_module_take_the_place_of_the_wrapper(tmp_path: Path) -> None:
+    shown = re.search(r"^    \$ torchrun .* train\.py\n    (.*)\n", README, re.MULTILINE)
+    lines = re.search(r"^    (from .* import all_reduce_gradients)\n    (all_reduce_gradients\(module\))", README, re.M)
+    assert shown
+    assert lines
+    script = EXAMPLES[0].replace("from legacy_ddp import LegacyDistributedDataParallel", lines[1])
+    script = script.replace("LegacyDistributedDataParallel(torch.nn.Linear(10, 1))", "module = torch.nn.Linear(10, 1)")
+    (tmp_path / "train.py").write_text(script.replace("model.all_reduce()", lines[2]))
+
+    run = fork_script(*TORCHRUN, "train.py", cwd=tmp_path, forks_children=True)
+
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [shown[1]]
+
+
 def test_the_readme_s_line_for_plain_python_makes_a_group_of_one_rank(tmp_path: Path) -> None:
     line = re.search(r"^    (torch\.distributed\.init_process_group\(.*HashStore.*)$", README, re.MULTILINE)
     assert line

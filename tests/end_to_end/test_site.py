@@ -233,6 +233,16 @@ def test_a_result_of_a_search_quotes_the_page_also_without_a_server(site: Path, 
 
 
 @needs_browser
+def test_a_search_for_averaging_by_hand_leads_to_its_section_first(site: Path, driver: webdriver.Chrome) -> None:
+    page = Page(driver, site / "search.html", ready=LOADED, query="?q=average+gradients+by+hand")
+
+    first = page.wait_for("const link = document.querySelector('#search-results li a'); return link ? link.href : null")
+
+    page_of_it = first.partition("#")[0].partition("?")[0].rpartition("/")[2]
+    assert (page_of_it, first.rpartition("#")[2]) == ("migration.html", "average-gradients-by-hand")
+
+
+@needs_browser
 def test_a_report_of_80_columns_fits_into_a_window_of_1280_pixels(site: Path, driver: webdriver.Chrome) -> None:
     page = Page(driver, site / "debugging.html", ready=LOADED)
     page.set_width(1280)
@@ -256,9 +266,11 @@ def test_examples_and_messages_are_whole_and_as_wide_as_the_text_at_1440_pixels(
         "return [...document.querySelectorAll('article pre')]"
         ".map(block => [block.scrollWidth - block.clientWidth, block.getBoundingClientRect().right])"
     )
-    limits = "return [...document.querySelectorAll('article section > p')].map(part => part.getBoundingClientRect().right)"
+    texts = page.run(
+        "return [...document.querySelectorAll('article section > p')].map(part => part.getBoundingClientRect().right)"
+    )
     assert max(excess for excess, _ in blocks) <= 0
-    assert {round(right) for _, right in blocks} == {round(max(page.run(limits)))}
+    assert {round(right) for _, right in blocks} == {round(max(texts))}
 
 
 @needs_browser

@@ -148,9 +148,7 @@ def _add_row_labels(plot: figure, heat_map: HeatMap) -> None:
     ticker = every(interval=1) if show_all else some(min_interval=1, desired_num_ticks=25)
     ticker.num_minor_ticks = 0
     plot.yaxis.ticker = ticker
-    plot.yaxis.formatter = models.CustomJSTickFormatter(
-        args={"rows": list(heat_map.row_ticks)}, code=_TICK_CODE
-    )
+    plot.yaxis.formatter = models.CustomJSTickFormatter(args={"rows": list(heat_map.row_ticks)}, code=_TICK_CODE)
     plot.yaxis.major_label_text_font = "monospace"
     plot.yaxis.major_label_text_font_size = "11px"
     plot.yaxis.major_tick_line_color = None
