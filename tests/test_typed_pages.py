@@ -21,6 +21,7 @@ from legacy_ddp.debug import check_replicas as check_replicas
 
 Batch = dict[str, torch.Tensor]
 batches: list[torch.Tensor]
+copies: list[torch.Tensor]
 correct: torch.Tensor
 cross_entropy: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 loader: list[Batch]

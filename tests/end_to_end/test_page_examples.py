@@ -68,6 +68,7 @@ def _given(rank: int, block: str) -> dict[str, Any]:
         "check_replicas": check_replicas,
         "cross_entropy": cross_entropy,
         "module": module,
+        "copies": [parameter.detach().clone() for parameter in module.parameters()],
         "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loader": loader,
@@ -83,9 +84,29 @@ def _given(rank: int, block: str) -> dict[str, Any]:
 
 
 def test_every_example_that_is_a_part_of_a_script_runs(tmp_path: Path) -> None:
-    assert [len(_blocks(page)) for page in PARTS] == [7, 1, 3, 1]
+    assert [len(_blocks(page)) for page in PARTS] == [7, 1, 4, 1]
 
     run_ranks(_run_blocks, 2, str(tmp_path))  # raises the error of a rank
+
+
+def _divide_behind_copies(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients of the copies of the page, and those of ``sample_size=``, for ranks with 4 and 12 tokens."""
+    block = next(block for block in _blocks("docs/reference.md") if "copies" in block)
+    given = {**_given(rank, ""), "tokens": 4 + 8 * rank}
+    found = []
+    for source in (block, "model.all_reduce(sample_size=tokens)"):
+        given["model"].zero_grad()
+        cross_entropy(given["model"](torch.full((4, 3), rank + 1.0)), torch.zeros(4, dtype=int)).backward()
+        exec(compile(source, "docs/reference.md", "exec"), given)
+        held = given["copies"] if source == block else given["module"].parameters()
+        found.append([tensor.grad.clone() for tensor in held])
+    return found[0], found[1]
+
+
+def test_a_division_behind_fp32_copies_gives_the_mean_over_tokens() -> None:
+    for copies, weighted in run_ranks(_divide_behind_copies, 2):
+        torch.testing.assert_close(copies, weighted)
+        assert any(grad.any() for grad in weighted)
 
 
 def _lines() -> Iterator[tuple[str, list[str]]]:
