@@ -1,6 +1,7 @@
 """Names and texts with escape sequences, newlines and marks of direction, on their way to terminal, log and file."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,6 @@ def test_names_and_texts_of_other_origin_are_escaped_at_every_exit(form: str, tm
     commands = [
         fork_script("-m", "legacy_ddp", *words, cwd=tmp_path) for words in (["show", "trace"], ["diff", "trace"])
     ]
-    page = fork_script("-m", "legacy_ddp", "report", "trace", cwd=tmp_path)
     reports = [report.read_text() for report in (tmp_path / "reports").iterdir()]
 
     assert [run.returncode for run in runs] == [0, 1], runs[0].stderr
@@ -122,8 +122,10 @@ def test_names_and_texts_of_other_origin_are_escaped_at_every_exit(form: str, tm
     assert "Mx\\nFAKE" in runs[0].stderr  # of a module
     assert [command.returncode for command in commands] == [0, 0]
     assert "FAKE" in commands[0].stdout
-    assert page.returncode == 0, page.stderr
-    assert {*"\x1b\u202e\x07"}.isdisjoint((tmp_path / "report.html").read_text())
+    if find_spec("bokeh"):  # the tests of the core run without it
+        page = fork_script("-m", "legacy_ddp", "report", "trace", cwd=tmp_path)
+        assert page.returncode == 0, page.stderr
+        assert {*"\x1b\u202e\x07"}.isdisjoint((tmp_path / "report.html").read_text())
     (report,) = reports
     _check(report)
     assert os.geteuid() != 0 or "/x\\nFAKE" in report
