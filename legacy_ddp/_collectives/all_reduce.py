@@ -158,7 +158,7 @@ def all_reduce_gradients(
     skip: bool = False,
     metrics: Metrics = None,
 ) -> SyncRecord:
-    """The same as :meth:`LegacyDistributedDataParallel.all_reduce`, for a loop without this wrapper: it takes a plain module.
+    """The same as :meth:`LegacyDistributedDataParallel.all_reduce`, of a plain module without this wrapper.
 
     Collective. The state between calls (flat buffers, counts) lives as long as the module, or the first of the
     parameters. The ranks compare nothing before the first call. Parameters given without a module are named by their
