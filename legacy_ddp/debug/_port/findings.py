@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from legacy_ddp.debug._port.script import Edit, Script, UnclearError, called_name
+from legacy_ddp.debug._port.by_hand import Average, find_averages, reducing_optimizers, unknown_helpers
+from legacy_ddp.debug._port.script import Edit, OtherFiles, Script, UnclearError, called_name
 from legacy_ddp.debug._port.steps import (
     Place,
     Step,
@@ -20,6 +21,7 @@ from legacy_ddp.debug._port.wrappers import LOOPS, Wrappers
 
 _OURS = "LegacyDistributedDataParallel"
 _IMPORT = f"from legacy_ddp import {_OURS}"
+_FUNCTION = "all_reduce_gradients"
 _MIGRATION, _COMPATIBILITY = "docs/migration.md", "docs/compatibility.md"
 PAGES = {
     "call": f"{_MIGRATION}#the-place-of-the-call",
@@ -30,6 +32,8 @@ PAGES = {
     "arguments": f"{_MIGRATION}#arguments-and-members",
     "buffers": f"{_MIGRATION}#buffers-of-each-rank",
     "evaluation": f"{_MIGRATION}#batchnorm-and-evaluation",
+    "statistics": f"{_MIGRATION}#statistics-that-are-averaged-or-copied",
+    "hand": f"{_MIGRATION}#average-gradients-by-hand",
     "sampler": "docs/tutorial/whole-script.md#epochs-sampler-and-seeds",
     "class": f"{_MIGRATION}#the-class-in-other-places",
     "hooks": f"{_COMPATIBILITY}#communication-hooks-uneven-inputs",
@@ -101,16 +105,92 @@ class Finding:
     edits: tuple[Edit, ...] = ()
 
 
-def find(script: Script) -> list[Finding]:
-    """The findings in the order of the text. If the class cannot be replaced, that is the only one."""
+def find(script: Script, others: OtherFiles) -> list[Finding]:
+    """The findings in the order of the text. If the class cannot be replaced, that is the only one.
+
+    A file that averages by hand, and makes no wrapper, has no training steps that need ``all_reduce()``.
+    """
     wrappers = Wrappers(script)
     try:
         found = [*_on_class(wrappers)]
     except UnclearError as error:
         return [Finding(error.line, "class", f"nothing is changed: {error}")]
-    for rule in (_on_arguments, _on_steps, _on_settings, _on_batch_norm, _on_evaluation, _on_names):
+    by_hand = [*_on_averages(wrappers, find_averages(script, others)), *_on_optimizers(wrappers, others)]
+    if not by_hand and not wrappers.made and find_steps(script):
+        by_hand = [*_on_unknown_helpers(script)]
+    rules = [_on_arguments, _on_steps, _on_settings, _on_batch_norm, _on_evaluation, _on_statistics, _on_names]
+    for rule in rules if wrappers.uses or not by_hand else [_on_names]:
         found += rule(wrappers)
-    return sorted(found, key=lambda finding: finding.line)
+    return sorted([*found, *by_hand], key=lambda finding: finding.line)
+
+
+def _on_averages(wrappers: Wrappers, averages: list[Average]) -> Iterator[Finding]:
+    """The averages by hand, each with the call in its place where the text shows what it computes."""
+    script, is_taken = wrappers.script, wrappers.script.is_bound(_FUNCTION, "legacy_ddp")
+    function, line = (f"legacy_ddp.{_FUNCTION}", "import legacy_ddp") if is_taken else (_FUNCTION, "")
+    is_new = True
+    for average in averages:
+        first, last, call = average.statements[0], average.statements[-1], f"{function}{average.replacement}"
+        problem = average.problem
+        if any(average.source in wrapper.names for wrapper in wrappers.all):
+            problem = "of a module that torch DDP wraps here; the all_reduce() of the wrapper takes their place"
+        edits: list[Edit] = []
+        try:
+            if not problem:
+                edits = [script.block_replacement(first, last, call)]
+                if is_new:
+                    edits.append(_new_import(script, line or f"from legacy_ddp import {_FUNCTION}"))
+                is_new = False
+        except UnclearError as error:
+            edits, problem = [], str(error)
+        yield Finding(first.lineno, "hand", _text_of_average(average, call, problem), bool(problem), tuple(edits))
+
+
+def _text_of_average(average: Average, call: str, problem: str) -> str:
+    text = f"{average.lines} gradients by hand"
+    if problem:
+        return f"{text}, {problem}; {call} stands for the sum and the division"
+    text += f"; {call} takes the place of this"
+    if average.divides_first:
+        text += "; the script divides before the sum, which may round differently"
+    if average.helper is not None:
+        helper: ast.AST = average.helper
+        name, begin, end = (getattr(helper, field) for field in ("name", "lineno", "end_lineno"))
+        text += f"; if nothing else calls {name}(), delete lines {begin} to {end}"
+    return text
+
+
+def _on_optimizers(wrappers: Wrappers, others: OtherFiles) -> Iterator[Finding]:
+    """The optimizers that reduce gradients themselves: of the script, or of imported files if it has a step alone."""
+    script = wrappers.script
+    for name, call in reducing_optimizers(script):
+        yield Finding(call.lineno, "hand", _text_of_optimizer(name, call, ""))
+    steps = [] if wrappers.made else find_steps(script)
+    if steps:
+        for file in others.files_of_two_levels(script, "torch.distributed"):
+            for name, call in reducing_optimizers(file.script):
+                yield Finding(steps[0].backwards[0].lineno, "hand", _text_of_optimizer(name, call, str(file.path)))
+
+
+def _text_of_optimizer(name: str, call: ast.Call, file: str) -> str:
+    where = f"in {file}:{call.lineno}" if file else "here"
+    return (
+        f"the optimizer {name} reduces gradients by itself, {where}; a loop with this optimizer stays as it is, because "
+        "all_reduce() would send them twice"
+    )
+
+
+def _on_unknown_helpers(script: Script) -> Iterator[Finding]:
+    """The functions of other files that seem to average by hand."""
+    for call in unknown_helpers(script):
+        name, owner = called_name(call), ast.unparse(call.func).rpartition(".")[0]
+        is_mpi = "mpi" in f"{script.dotted(call.func)}{name}"
+        text = (
+            f"by its name, {name}() of another file averages gradients by hand; port that file, or, if it computes the "
+            f"mean over all ranks, write {_FUNCTION}({ast.unparse(call.args[0]) if call.args else owner or 'module'}) in its "
+            "place" + (", after torch.distributed.init_process_group()" if is_mpi else "")
+        )
+        yield Finding(call.lineno, "hand", text)
 
 
 def _on_class(wrappers: Wrappers) -> Iterator[Finding]:
@@ -129,13 +209,16 @@ def _on_class(wrappers: Wrappers) -> Iterator[Finding]:
 def _class_edits(wrappers: Wrappers) -> Iterator[Edit]:
     script = wrappers.script
     ours = [(node, alias) for node, alias in script.imported_from if script.is_ddp_import(node, alias)]
-    renamed = {alias.name for _, alias in ours if not alias.asname}
+    is_taken = script.is_bound(_OURS, "legacy_ddp")  # then torch's name stays, as that of this class
+    renamed = {alias.name for _, alias in ours if not alias.asname and not is_taken}
     for node, alias in ours:
         _refuse_other_meanings(script, alias.asname or alias.name, [alias for _, alias in ours])
-        yield from _import_edits(script, node, alias)
+        yield from _import_edits(script, node, alias, alias.asname or (alias.name if is_taken else ""))
     full = [use for use in wrappers.uses if isinstance(use, ast.Attribute)]
+    if full and is_taken:
+        raise UnclearError(full[0].lineno, f"{_OURS} has another meaning in this file; rename one of the two")
     if full and not any(node in script.tree.body and not alias.asname for node, alias in ours):
-        yield _new_import(script)
+        yield _new_import(script, _IMPORT)
     for use in [*full, *(use for use in wrappers.uses if isinstance(use, ast.Name) and use.id in renamed)]:
         yield script.replacement(use, _OURS)
 
@@ -151,27 +234,28 @@ def _refuse_other_meanings(script: Script, name: str, ours: list[ast.alias]) -> 
         )
 
 
-def _import_edits(script: Script, node: ast.ImportFrom, alias: ast.alias) -> Iterator[Edit]:
+def _import_edits(script: Script, node: ast.ImportFrom, alias: ast.alias, name: str) -> Iterator[Edit]:
     """The class of this library in place of torch's, as the only name of an import or as one of several."""
     if len(node.names) > 1:
         yield script.item_removal(alias)
-        line = f"{_IMPORT} as {alias.asname}" if alias.asname else _IMPORT
+        line = f"{_IMPORT} as {name}" if name else _IMPORT
         yield script.insertion(node, [line], is_before=False)
         return
     module = re.compile(rf"from\s+({re.escape(node.module or '')})\s").match(script.text, script.start(node))
     if module is None:
         raise UnclearError(node.lineno, f"write {_IMPORT} by hand")
     yield Edit(*module.span(1), "legacy_ddp")
-    yield Edit(script.start(alias), script.start(alias) + len(alias.name), _OURS)
+    text = _OURS if alias.asname or not name else f"{_OURS} as {name}"
+    yield Edit(script.start(alias), script.start(alias) + len(alias.name), text)
 
 
-def _new_import(script: Script) -> Edit:
+def _new_import(script: Script, line: str) -> Edit:
     """After the first imports of the module, or after its docstring."""
     body = script.tree.body
     count = int(ast.get_docstring(script.tree) is not None)
     while count < len(body) and isinstance(body[count], ast.Import | ast.ImportFrom):
         count += 1
-    return script.insertion(body[max(count - 1, 0)], [_IMPORT], is_before=count == 0)
+    return script.insertion(body[max(count - 1, 0)], [line], is_before=count == 0)
 
 
 def _is_type(script: Script, node: ast.AST) -> bool:
@@ -264,7 +348,7 @@ def _on_steps(wrappers: Wrappers) -> Iterator[Finding]:
     for step in steps:
         yield from _on_step(wrappers, step)
     for call in script.calls:
-        if re.fullmatch(r"(\w*_)?scaler", called_name(call)) and optimizer_of(call):
+        if re.fullmatch(r"(\w*_)?scaler", called_name(call)) and optimizer_of(script, call):
             text = (
                 "this call may run backward() and step(): all_reduce() goes between them, in the function called, "
                 "which needs the wrapper for it"
@@ -415,6 +499,29 @@ def _on_evaluation(wrappers: Wrappers) -> Iterator[Finding]:
             text = (
                 f"if the model has BatchNorm and all ranks evaluate, call {name}.broadcast_buffers() on every rank "
                 "before; an evaluation on one rank needs nothing"
+            )
+            yield Finding(call.lineno, "evaluation", text)
+
+
+def _on_statistics(wrappers: Wrappers) -> Iterator[Finding]:
+    """What a script does with statistics of BatchNorm, and with settings of a wrapper that another file makes."""
+    for call in wrappers.script.calls:
+        if called_name(call) == "distribute_bn":
+            text = (
+                "torch DDP begins each step with the statistics of rank 0, but not with broadcast_buffers=False; for the "
+                "bits of this average, call broadcast_buffers() of the wrapper before the first micro-batch of each step"
+            )
+            yield Finding(call.lineno, "statistics", text)
+        words = [word for word in call.keywords if word.arg == "broadcast_buffers"]
+        if words and call not in wrappers.made:
+            text = (
+                f"{called_name(call)}() may hand broadcast_buffers= to the wrapper, which does not take it: {_BUFFERS}"
+            )
+            yield Finding(words[0].value.lineno, "buffers", text)
+        if called_name(call) == "eval" and not wrappers.made and find_steps(wrappers.script) and not call.args:
+            text = (
+                "if this is the wrapper, the model has BatchNorm, and all ranks evaluate, call its broadcast_buffers() on "
+                "every rank before"
             )
             yield Finding(call.lineno, "evaluation", text)
 

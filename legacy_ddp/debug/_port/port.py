@@ -12,7 +12,7 @@ from pathlib import Path
 
 from legacy_ddp._text import printable, wrap
 from legacy_ddp.debug._port.findings import PAGES, Finding, find
-from legacy_ddp.debug._port.script import Edit, Script, ScriptError
+from legacy_ddp.debug._port.script import Edit, OtherFiles, Script, ScriptError
 
 _BYTE_ORDER_MARK = "\ufeff"
 # Libraries that wrap the module themselves, by the beginning of a full name.
@@ -25,7 +25,7 @@ OTHERS = {
     "pytorch_lightning": "docs/lightning.md",
     "transformers.Trainer": "docs/accelerate.md#transformers",
 }
-_NO_DDP = "the script does not name torch's DistributedDataParallel"
+_NO_DDP = "the script does not name torch's DistributedDataParallel, and averages no gradients by hand"
 _ON_SITE = "On the site of the documentation, docs/NAME.md is the page NAME.html."
 
 
@@ -110,13 +110,14 @@ def port(path: Path) -> Port:
     names = [f"{name}." for name in script.imports.values()]
     if _has(names, "legacy_ddp"):
         raise ScriptError(f"{path}: nothing to port: the script uses legacy_ddp already")
-    findings = find(script)
+    others = OtherFiles(path)
+    findings = find(script, others)
     if not any(finding.edits for finding in findings):
-        others = [f"the script uses {other}, see {OTHERS[other]}" for other in OTHERS if _has(names, other)]
-        if others or not any(finding.is_open for finding in findings):
-            files = ", ".join(_imported_files(script, path.parent))
+        wrapping = [f"the script uses {other}, see {OTHERS[other]}" for other in OTHERS if _has(names, other)]
+        if wrapping or not any(finding.is_open for finding in findings):
+            files = ", ".join(os.path.relpath(file, path.parent) for file in others.files(script))
             without = f"{_NO_DDP}; a module that it imports may, port that file: {files}" if files else _NO_DDP
-            raise ScriptError(f"{path}: nothing to port: {'; '.join(others) or without}")
+            raise ScriptError(f"{path}: nothing to port: {'; '.join(wrapping) or without}")
     after = _apply(script.text, [edit for finding in findings for edit in finding.edits])
     try:
         ast.parse(after)
@@ -124,18 +125,6 @@ def port(path: Path) -> Port:
         raise ScriptError(f"{path}: the changes would break line {error.lineno}; port this script by hand") from error
     mark = text.removesuffix(script.text)
     return Port(path, text, mark + after, tuple(findings))
-
-
-def _imported_files(script: Script, folder: Path) -> list[str]:
-    """The files of modules that the script imports and that lie beside it, in ``folder`` or below."""
-    plain = [alias.name for node in script.nodes if isinstance(node, ast.Import) for alias in node.names]
-    found: dict[str, None] = {}
-    for name in [*plain, *script.imports.values()]:
-        parts = name.lstrip(".").split(".")
-        paths = [folder.joinpath(*parts[:count]) for count in range(len(parts), 0, -1)]
-        files = [file for path in paths for file in (path.with_name(f"{path.name}.py"), path / "__init__.py")]
-        found |= {str(file.relative_to(folder)): None for file in files if file.is_file()}
-    return [*found]
 
 
 def _has(names: list[str], package: str) -> bool:

@@ -5,12 +5,15 @@ Nothing is imported or run.
 
 import ast
 import io
+import os
 import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
@@ -20,6 +23,8 @@ _CLASSES = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.dist
 # What stands before and after an argument of a call, or a name of an import, on its line.
 _BEFORE_ITEM = re.compile(r",[ \t]*\Z|(?<=\()[ \t]*\Z|(?<=\bimport)[ \t]+\Z|\A\s*\Z")
 _AFTER_ITEM = re.compile(r"[ \t]*(?:,[ \t]*|(?=[)#\r\n])|\Z)")
+_OPTIMIZER_CLASS = re.compile(r"torch\.optim\.\w+|(.*\.)?(\w*Optimizer|Adam\w*|SGD)")
+_MAX_FOLDERS = 4  # around a script, for the modules that it imports
 _REST_OF_LINE = re.compile(r"[ \t]*(?:\r\n|\r|\n)")
 
 
@@ -121,6 +126,10 @@ class Script:
         """Whether an expression is torch's class."""
         return self.dotted(node) in _CLASSES
 
+    def is_optimizer_class(self, node: ast.expr) -> bool:
+        """Whether an expression is a class of optimizers, by its name."""
+        return bool(_OPTIMIZER_CLASS.fullmatch(self.dotted(node) or ast.unparse(node)))
+
     def is_ddp_import(self, node: ast.ImportFrom, alias: ast.alias) -> bool:
         """Whether an import gives torch's class a name."""
         return f"{node.module}.{alias.name}" in _CLASSES
@@ -149,6 +158,11 @@ class Script:
             elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value:
                 values[ast.unparse(node.target)].append((self.scope(node), node.value))
         return values
+
+    def is_bound(self, name: str, module: str) -> bool:
+        """Whether a name has a meaning in the script, other than by an import from ``module``."""
+        ours = [alias for node, alias in self.imported_from if node.module == module]
+        return any(node not in ours for _, node in self.bound[name])
 
     def _bound_names(self) -> dict[str, list[tuple[Scope, ast.AST]]]:
         """What gives each name a meaning: assignments, parameters, definitions and imports, each with its function."""
@@ -216,6 +230,16 @@ class Script:
         is_branch = self.text.startswith("elif", self.start(node))
         return not node.orelse and not is_branch and not any(isinstance(at, ast.Call) for at in ast.walk(node.test))
 
+    def block_replacement(self, first: ast.stmt, last: ast.stmt, text: str) -> Edit:
+        """The edit that writes a line in the place of the statements of one block.
+
+        Raises:
+            UnclearError: the statements share their lines with others.
+        """
+        if self._has_code_before(first) or self._has_code_behind(last):
+            raise UnclearError(first.lineno, f"this line has other code, too: write {text} by hand")
+        return Edit(self.start(first), self.end(last), text)
+
     def item_removal(self, node: Located) -> Edit:
         """The edit that removes an argument of a call or a name of an import, its comma, and a line left empty.
 
@@ -238,6 +262,57 @@ class Script:
             if newline := text[len(text.rstrip("\r\n")) :]:
                 return newline
         return "\n"
+
+
+@dataclass(frozen=True)
+class OtherFile:
+    """A file that a script imports; ``path`` is relative to the script."""
+
+    path: Path
+    script: Script
+
+
+class OtherFiles:
+    """The files of modules that a script imports, in its folder or in one of those around it."""
+
+    def __init__(self, path: Path) -> None:
+        folder = path.absolute().parent
+        self._folders = [folder, *folder.parents][:_MAX_FOLDERS]
+        self._scripts: dict[Path | None, Script | None] = {None: None}
+
+    def files(self, script: Script) -> list[Path]:
+        """The files of the modules that a script imports."""
+        plain = [alias.name for node in script.nodes if isinstance(node, ast.Import) for alias in node.names]
+        found = [file for name in [*plain, *script.imports.values()] for file in self._files(name)]
+        return [*dict.fromkeys(found)]
+
+    def files_of_two_levels(self, script: Script, text: str) -> Iterator[OtherFile]:
+        """The files that contain ``text``, of those that a script imports, and that these import."""
+        near = self.files(script)
+        far = [file for path in near if (other := self.read(path)) for file in self.files(other)]
+        for path in dict.fromkeys([*near, *far]):
+            with suppress(OSError, UnicodeDecodeError):
+                if text in path.read_text(encoding="utf-8") and (found := self.read(path)):
+                    yield OtherFile(Path(os.path.relpath(path, self._folders[0])), found)
+
+    def script(self, module: str) -> Script | None:
+        """The script of a module by its full name; None if it is not there, or no script."""
+        return self.read(next(iter(self._files(module)), None))
+
+    def read(self, file: Path | None) -> Script | None:
+        """The script of a file; None if it is no script."""
+        if file not in self._scripts:
+            try:
+                self._scripts[file] = Script(file.read_text(encoding="utf-8")) if file else None
+            except (OSError, UnicodeDecodeError, ScriptError):
+                self._scripts[file] = None
+        return self._scripts[file]
+
+    def _files(self, name: str) -> Iterator[Path]:
+        level, parts = len(name) - len(name.lstrip(".")), name.lstrip(".").split(".")
+        for folder in self._folders[level - 1 : level] if level else self._folders:
+            for path in (folder.joinpath(*parts[:count]) for count in range(len(parts), 0, -1)):
+                yield from filter(Path.is_file, (path.with_name(f"{path.name}.py"), path / "__init__.py"))
 
 
 def called_name(call: ast.Call) -> str:

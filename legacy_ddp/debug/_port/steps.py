@@ -86,16 +86,26 @@ def _events(script: Script, helpers: dict[str, str]) -> _Events:
 
 def _kind(script: Script, call: ast.Call) -> str:
     name = called_name(call)
-    if name == "backward" and isinstance(call.func, ast.Attribute):
-        return "" if script.dotted(call.func).startswith("torch.distributed.autograd") else "backward"
-    return "step" if _STEP.fullmatch(name) and optimizer_of(call) else ""
+    full = script.dotted(call.func)
+    if full == "torch.autograd.backward" or (name == "backward" and isinstance(call.func, ast.Attribute)):
+        return "" if full.startswith("torch.distributed.autograd") else "backward"
+    return "step" if _STEP.fullmatch(name) and optimizer_of(script, call) else ""
 
 
-def optimizer_of(call: ast.Call) -> str:
-    """The optimizer of ``optimizer.step()``, ``scaler.step(optimizer)`` or the like by its name, or an empty text."""
+def optimizer_of(script: Script, call: ast.Call) -> str:
+    """The optimizer of ``optimizer.step()``, ``scaler.step(optimizer)`` or the like, or an empty text.
+
+    It is known by its name, or because the script makes it of a class of optimizers.
+    """
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
     values += [call.func.value] if isinstance(call.func, ast.Attribute) else []
-    return next((text for text in map(ast.unparse, values) if _OPTIMIZER.search(text)), "")
+    texts = [*map(ast.unparse, values)]
+    made = [text for text in texts if any(_is_new_optimizer(script, value) for _, value in script.values.get(text, []))]
+    return next((text for text in texts if _OPTIMIZER.search(text) or text in made), "")
+
+
+def _is_new_optimizer(script: Script, value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and script.is_optimizer_class(value.func)
 
 
 def _steps_of(script: Script, scope: Scope, events: list[tuple[str, ast.Call]]) -> Iterator[Step]:

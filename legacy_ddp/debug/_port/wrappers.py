@@ -74,7 +74,7 @@ class Wrappers:
         The list is empty if one of them is not known.
         """
         wanted: list[Wrapper] = []
-        for optimizer in {optimizer_of(call) for call in step.steps} or {""}:
+        for optimizer in {optimizer_of(self.script, call) for call in step.steps} or {""}:
             of_call = self._of_optimizer(self._mentioned({optimizer}))
             if not of_call:
                 return []

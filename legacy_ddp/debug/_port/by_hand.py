@@ -1,0 +1,535 @@
+"""Averages of gradients that a script makes by hand, and the lines whose place ``all_reduce_gradients()`` takes.
+
+The lines are found from the collective outwards: the statements around it that only collect gradients, divide them and
+write them back. Where the text does not show a mean over all ranks, or where the lines do something else as well, the
+average has a ``problem``, and nothing is changed.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from legacy_ddp.debug._port.script import Block, Functions, OtherFiles, Scope, Script, called_name, pairs
+
+# Calls that change the shape of gradients, and no value.
+_SHAPE = {"_flatten_dense_tensors", "_unflatten_dense_tensors", "append", "cat", "clone", "contiguous", "detach"}
+_SHAPE |= {"extend", "flatten", "list", "narrow", "ravel", "reshape", "reshape_as", "split", "squeeze", "stack"}
+_SHAPE |= {"tuple", "unsqueeze", "view", "view_as", "zip"}
+# What else may stand in lines that only average.
+_PLAIN = {"all_reduce", "copy_", "div", "div_", "element_size", "enumerate", "float", "get_world_size", "int", "len"}
+_PLAIN |= {"mul_", "named_parameters", "no_grad", "numel", "parameters", "range", "size", "wait"}
+_METHODS_THAT_CAST = ("float", "int")
+_STATEMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.For | ast.If | ast.With | ast.Pass
+_STATEMENTS |= ast.Continue | ast.Return
+_LOOPS = ast.For | ast.comprehension
+_REDUCING = re.compile(r"torch\.distributed\.(all_reduce|reduce_scatter|reduce)(_\w+)?")
+_WORLD_SIZE = re.compile(
+    r"(?i)(.*\W)?\w*(world_?size|num_?(procs?|processes|gpus?|devices|workers|ranks|replicas|nodes)|n_?(gpus?|procs?|ranks?)|"
+    r"ngpus_per_node)(\(.*\))?"
+)
+# Functions of other files that seem to average gradients.
+_BY_NAME = re.compile(r"(?i)(?!.*(no_sync|clip))(?=.*(grad|param))(?=.*(av(era)?g|mean|all_?reduce|sync|\Areduce)).*")
+_HOOKS = ("queue_callback", "register_hook", "register_post_accumulate_grad_hook")
+
+
+@dataclass(frozen=True)
+class Average:
+    """``statements``: of one block, whose place the call takes. ``source``: its argument, a module or parameters.
+
+    ``problem``: why this needs a decision. ``helper``: the function of this script that is not called any more.
+    """
+
+    call: ast.Call
+    statements: tuple[ast.stmt, ...]
+    source: str = ""
+    group: str = ""
+    problem: str = ""
+    helper: ast.AST | None = None
+    divides_first: bool = False
+
+    @property
+    def lines(self) -> str:
+        """For a reader of the script."""
+        first, last = self.statements[0].lineno, self.statements[-1].end_lineno
+        return f"line {first} averages" if first == last else f"lines {first} to {last} average"
+
+    @property
+    def replacement(self) -> str:
+        """The call without the name of the function."""
+        return f"({self.source or 'module'}{f', process_group={self.group}' if self.group else ''})"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What a function does with gradients: texts of the operations, groups and divisors of its collectives."""
+
+    operations: frozenset[str]
+    groups: frozenset[str]
+    divisors: tuple[ast.expr, ...]
+    divides_first: bool
+
+
+def find_averages(script: Script, others: OtherFiles) -> list[Average]:
+    """The averages of a script, in the order of the text. ``others``: the files that it imports."""
+    return [
+        average
+        for call in script.calls
+        if not is_optimizer(script, script.class_of(call)) and (average := _Search(script, others, call).average())
+    ]
+
+
+def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
+    """The classes of optimizers that reduce gradients themselves, each with its first collective over them."""
+    found: dict[str, ast.Call] = {}
+    for call in script.calls:
+        home = script.class_of(call)
+        if is_optimizer(script, home) and _REDUCING.fullmatch(script.dotted(call.func)):
+            names = Gradients(script, script.scope(call)).names
+            if any(carries(node, names) for node in (*call.args, *(word.value for word in call.keywords))):
+                found.setdefault(getattr(home, "name", ""), call)
+    return [*found.items()]
+
+
+def is_optimizer(script: Script, node: ast.AST) -> bool:
+    """Whether a class of the script is an optimizer, by the names of its bases."""
+    bases = node.bases if isinstance(node, ast.ClassDef) else []
+    return any(map(script.is_optimizer_class, bases))
+
+
+def unknown_helpers(script: Script) -> Iterator[ast.Call]:
+    """The calls of functions of other files that seem to average gradients, by their names."""
+    own = {function.name for function in script.functions}
+    for call in script.calls:
+        name = called_name(call)
+        if name not in own and _BY_NAME.fullmatch(name) and not script.dotted(call.func).startswith("torch."):
+            yield call
+
+
+def carries(node: ast.AST | None, names: set[str]) -> bool:
+    """Whether the value of an expression consists of gradients, in any shape, divided or not."""
+    if isinstance(node, ast.Name):
+        return node.id in names
+    if isinstance(node, ast.Attribute):
+        return node.attr == "grad" or (node.attr == "data" and carries(node.value, names))
+    if isinstance(node, ast.Subscript | ast.Starred):
+        return carries(node.value, names)
+    if isinstance(node, ast.List | ast.Tuple):
+        return any(carries(item, names) for item in node.elts)
+    if isinstance(node, ast.ListComp | ast.GeneratorExp):
+        return carries(node.elt, names.union(*(loop_names(loop, names) for loop in node.generators)))
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Div | ast.Mult) and (carries(node.left, names) or carries(node.right, names))
+    if isinstance(node, ast.Call) and called_name(node) in {*_SHAPE, "div"}:
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        return any(carries(item, names) for item in (owner, *node.args))
+    return False
+
+
+def loop_names(loop: ast.For | ast.comprehension, names: set[str]) -> set[str]:
+    """The variables of a loop that hold gradients."""
+    return {target.id for target, value in _items(loop) if isinstance(target, ast.Name) and carries(value, names)}
+
+
+def _items(loop: ast.For | ast.comprehension) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The variables of a loop, each with what it goes through."""
+    target, value = loop.target, loop.iter
+    if isinstance(value, ast.Call) and called_name(value) == "enumerate" and isinstance(target, ast.Tuple):
+        target, value = target.elts[-1], value.args[0]
+    if isinstance(value, ast.Call) and called_name(value) == "zip" and isinstance(target, ast.Tuple):
+        yield from zip(target.elts, value.args, strict=False)
+    elif isinstance(value, ast.Call) and called_name(value) == "named_parameters" and isinstance(target, ast.Tuple):
+        yield target.elts[-1], value
+    else:
+        yield target, value
+
+
+class Gradients:
+    """The variables of a function that hold gradients. ``given``: parameters that do."""
+
+    def __init__(self, script: Script, scope: Scope, given: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+        self.names = {*given}
+        nodes = [*_own_nodes(scope)]
+        before = None
+        while before != self.names:
+            before = {*self.names}
+            for node in nodes:
+                self._add(node)
+
+    def _add(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Assign):
+            self.names |= {
+                target.id
+                for target, value in pairs(node)
+                if isinstance(target, ast.Name) and (carries(value, self.names) or self._is_made_like(value))
+            }
+        elif isinstance(node, ast.For):
+            self.names |= loop_names(node, self.names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in ("append", "extend", "copy_") and any(carries(item, self.names) for item in node.args):
+                self.names |= {root for root in [_root(node.func.value)] if root and not _has_grad(node.func.value)}
+
+    def _is_made_like(self, value: ast.expr) -> bool:
+        """Whether a buffer is made by ``gradient.new(...)``."""
+        nodes = [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]
+        return any(
+            isinstance(node, ast.Attribute) and node.attr.startswith("new") and carries(node.value, self.names)
+            for node in nodes
+        )
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function with those of the functions in it; of a module, without its functions."""
+    if not isinstance(node, ast.Module):
+        yield from ast.walk(node)
+        return
+    todo: list[ast.AST] = [node]
+    while todo:
+        for child in ast.iter_child_nodes(todo.pop()):
+            yield child
+            todo += [] if isinstance(child, Functions) else [child]
+
+
+def _root(node: ast.expr) -> str:
+    """The variable at the beginning of an expression such as ``flat[:n].view(-1)``."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _has_grad(node: ast.AST) -> bool:
+    return any(isinstance(at, ast.Attribute) and at.attr == "grad" for at in ast.walk(node))
+
+
+def summarise(script: Script, nodes: list[ast.AST], names: set[str]) -> Sum:
+    """What statements do with the gradients in ``names``."""
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    collectives = [call for call in calls if is_sum(script, call, names)]
+    words = [{word.arg: word.value for word in call.keywords} for call in collectives]
+    operations = [
+        word.get("op", call.args[1] if len(call.args) > 1 else None)
+        for word, call in zip(words, collectives, strict=True)
+    ]
+    groups = [
+        word.get("group", call.args[2] if len(call.args) > 2 else None)
+        for word, call in zip(words, collectives, strict=True)
+    ]
+    divisors = [(node, divisor) for node in nodes for divisor in _divisors(node, names)]
+    first = min((script.start(call) for call in collectives), default=0)
+    return Sum(
+        frozenset("SUM" if node is None else ast.unparse(node).rpartition(".")[2].upper() for node in operations),
+        frozenset("" if node is None else ast.unparse(node).replace("None", "") for node in groups),
+        tuple(divisor for _, divisor in divisors),
+        any(script.start(node) < first for node, _ in divisors),  # type: ignore[arg-type]
+    )
+
+
+def is_sum(script: Script, call: ast.Call, names: set[str]) -> bool:
+    """Whether a call is a collective over gradients."""
+    values = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "tensor")]
+    is_collective = script.dotted(call.func) == "torch.distributed.all_reduce"
+    return is_collective and any(carries(value, names) for value in values)
+
+
+def _divisors(node: ast.AST, names: set[str]) -> Iterator[ast.expr]:
+    """The divisors of gradients in one node. A factor counts by itself, because its meaning is not known."""
+    if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
+        left, right = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
+        if carries(left, names):
+            yield right
+    elif isinstance(node, ast.Call) and called_name(node) in ("div", "div_", "mul_"):
+        if isinstance(node.func, ast.Attribute) and carries(node.func.value, names):
+            yield from node.args[:1]
+
+
+class _Search:
+    """The search for the lines around one collective, or around one call of a function that sums gradients up."""
+
+    def __init__(self, script: Script, others: OtherFiles, call: ast.Call) -> None:
+        self.script, self.others, self.call = script, others, call
+        self.scope = script.scope(call)
+        self.names = Gradients(script, self.scope).names
+        self.path = script.path(call)
+        self.is_conditional = False
+
+    def average(self) -> Average | None:
+        """None if the call is not about gradients, or if nothing is written back into them."""
+        helper, given = self._helper()
+        if not given and not is_sum(self.script, self.call, self.names):
+            return None
+        run = self._run()
+        nodes = [node for statement in run for node in ast.walk(statement)]
+        found = Average(self.call, tuple(run), helper=helper if helper in self.script.functions else None)
+        is_in_place = bool(given) or _has_grad(self.call)
+        if not is_in_place and not any(map(self._writes, nodes)):
+            rest = [node for node in ast.walk(self.scope) if getattr(node, "lineno", 0) > self.call.lineno]
+            return replace(found, problem=self._also(run)) if any(map(self._writes, rest)) else None
+        summary = summarise(self.script, nodes, self.names)
+        if helper is not None:
+            summary = self._of_helper(helper, given, summary)
+        sources = self._sources(run)
+        source = next(iter(sources)) if len(sources) == 1 else ""
+        groups = summary.groups - {""}
+        found = replace(found, source=source, group=next(iter(groups), ""), divides_first=summary.divides_first)
+        return replace(found, problem=self._problem(run, nodes, sources, summary))
+
+    def _helper(self) -> tuple[ast.AST | None, set[str]]:
+        """The function of the call, and its parameters that get gradients and are summed up in it."""
+        name, values = called_name(self.call), [*self.call.args, *(word.value for word in self.call.keywords)]
+        if name in _PLAIN | _SHAPE or not any(carries(value, self.names) for value in values):
+            return None, set()
+        script = self._script_of_helper()
+        functions = [function for function in script.functions if function.name == name]
+        if len(functions) != 1:
+            return None, set()
+        (function,) = functions
+        given = {name for name, value in _arguments(function, self.call).items() if carries(value, self.names)}
+        names = Gradients(script, function, given).names
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        return (function, given) if given and any(is_sum(script, call, names) for call in calls) else (None, set())
+
+    def _script_of_helper(self) -> Script:
+        module = self.script.dotted(self.call.func).rpartition(".")[0]
+        return (self.others.script(module) if module else None) or self.script
+
+    def _of_helper(self, function: ast.AST, given: set[str], outside: Sum) -> Sum:
+        """The sum of a function, with the arguments of this call in the place of its parameters."""
+        script = self._script_of_helper()
+        inside = summarise(script, [*ast.walk(function)], Gradients(script, function, given).names)  # type: ignore[arg-type]
+        arguments = _arguments(function, self.call)
+        divisors = [arguments.get(ast.unparse(divisor), divisor) for divisor in inside.divisors]
+        groups = [ast.unparse(arguments[group]) if group in arguments else group for group in inside.groups]
+        return replace(inside, groups=frozenset(groups), divisors=(*outside.divisors, *divisors))
+
+    def _run(self) -> list[ast.stmt]:
+        """The statements of one block around the call that only average."""
+        for depth in range(len(self.path) - 1, -1, -1):
+            block, index = self.path[depth]
+            run = self._extended(block, index)
+            if not self._needed(run):
+                return run
+            around = self.script.parent(block[index])
+            self.is_conditional |= depth > 0 and isinstance(around, ast.If) and not self._is_about_grad(around.test)
+        return run
+
+    def _extended(self, block: Block, index: int) -> list[ast.stmt]:
+        first, last = index, index
+        for at in range(index + 1, len(block)):
+            if not self._is_plain(block[at]):
+                break
+            made = _bound(block[first : last + 1])
+            if _has_grad(block[at]) or made & _loaded([block[at]]) & (self.names | _mutated(block[first : last + 1])):
+                last = at
+        while first > 0 and self._belongs(block[first - 1], block[first : last + 1]):
+            first -= 1
+        return block[first : last + 1]
+
+    def _belongs(self, statement: ast.stmt, run: list[ast.stmt]) -> bool:
+        """Whether a statement before the lines only prepares them."""
+        made = _bound([statement]) | _mutated([statement])
+        is_source = any(source in made for source in self._sources(run))
+        is_used = made & (_loaded(run) | _bound(run))
+        if not self._is_plain(statement) or is_source:
+            return False
+        if isinstance(statement, ast.If) and any(isinstance(node, ast.Return) for node in ast.walk(statement)):
+            return self._is_about_grad(statement.test) and self._ends_function(run)
+        return bool(is_used) and not self._read_elsewhere(made, [statement, *run])
+
+    def _ends_function(self, run: list[ast.stmt]) -> bool:
+        return isinstance(self.scope, Functions) and self.scope.body[-1] is run[-1]
+
+    def _is_plain(self, statement: ast.stmt) -> bool:
+        """Whether a statement only collects, divides or writes gradients, or counts."""
+        for node in ast.walk(statement):
+            if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
+                return False
+            if isinstance(node, ast.Return) and (node.value is not None or not isinstance(statement, ast.If)):
+                return False
+            if isinstance(node, ast.Call) and node is not self.call:
+                name, is_method = called_name(node), isinstance(node.func, ast.Attribute)
+                if name not in _SHAPE | _PLAIN or (is_method and name in _METHODS_THAT_CAST):
+                    return False
+            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if not all(isinstance(target, ast.Name) or _has_grad(target) or _is_item(target) for target in targets):
+                    return False
+        return True
+
+    def _needed(self, run: list[ast.stmt]) -> bool:
+        """Whether the lines use gradients, or parameters of a loop, that are made around or before them."""
+        made, loaded = _bound(run), _loaded(run)
+        around = [node for node in self.script.ancestors(run[0]) if isinstance(node, ast.For)]
+        of_loops = {target.id for loop in around for target, _ in _items(loop) if isinstance(target, ast.Name)}
+        roots = {
+            _root(node) for at in run for node in ast.walk(at) if isinstance(node, ast.Attribute) and _has_grad(node)
+        }
+        return bool(((loaded & self.names) - made) | ((roots & of_loops) - made))
+
+    def _is_about_grad(self, test: ast.expr) -> bool:
+        """Whether a condition asks for the presence of gradients alone."""
+        attributes = [node for node in ast.walk(test) if isinstance(node, ast.Attribute)]
+        owners = {_root(node) for node in attributes if node.attr in ("grad", "requires_grad")}
+        calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
+        others = {node.id for node in ast.walk(test) if isinstance(node, ast.Name) and node not in calls}
+        is_plain = all(called_name(node) == "len" for node in ast.walk(test) if isinstance(node, ast.Call))
+        return (
+            is_plain
+            and others <= owners | self.names
+            and len(attributes) == len([node for node in attributes if node.attr in ("grad", "requires_grad")])
+        )
+
+    def _writes(self, node: ast.AST) -> bool:
+        """Whether a node writes a variable's value into ``.grad``, or into a list of gradients."""
+        if isinstance(node, ast.Assign):
+            return any(_has_grad(target) for target in node.targets) and carries(node.value, self.names)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "copy_":
+            owner = node.func.value
+            return carries(owner, self.names) and any(carries(item, self.names) for item in node.args)
+        return False
+
+    def _sources(self, run: list[ast.stmt]) -> set[str]:
+        """The modules, or lists of parameters, whose ``.grad`` the lines use. An empty text: not known."""
+        found = set()
+        for node in (node for statement in run for node in ast.walk(statement)):
+            if isinstance(node, ast.Attribute) and node.attr == "grad":
+                found.add(self._source(node.value) if isinstance(node.value, ast.Name) else "")
+        return found
+
+    def _source(self, name: ast.Name) -> str:
+        node: ast.AST = name
+        while not isinstance(node := self.script.parent(node), Scope):
+            loops = node.generators if isinstance(node, ast.ListComp | ast.GeneratorExp) else [node]
+            for loop in loops:
+                if isinstance(loop, _LOOPS):
+                    for target, value in _items(loop):
+                        if isinstance(target, ast.Name) and target.id == name.id:
+                            return self._text(value)
+        return ""
+
+    def _text(self, value: ast.expr) -> str:
+        """A module in the place of its parameters; else the expression."""
+        name = called_name(value) if isinstance(value, ast.Call) else ""
+        if isinstance(value, ast.Call) and name in ("list", "tuple") and len(value.args) == 1:
+            return self._text(value.args[0])
+        if isinstance(value, ast.Call) and name in ("parameters", "named_parameters") and not value.args:
+            return ast.unparse(value.func.value) if isinstance(value.func, ast.Attribute) else ""
+        if isinstance(value, ast.Name):
+            values = [value for scope, value in self.script.values.get(value.id, []) if scope is self.scope]
+            if len(values) == 1 and isinstance(values[0], ast.ListComp) and self._is_filter(values[0]):
+                return self._text(values[0].generators[0].iter)
+        return ast.unparse(value)
+
+    def _is_filter(self, value: ast.ListComp) -> bool:
+        """Whether a list has the parameters that have, or can have, a gradient."""
+        (loop, *others), element = value.generators, ast.unparse(value.elt)
+        return not others and element == ast.unparse(loop.target) and all(map(self._is_about_grad, loop.ifs))
+
+    def _problem(self, run: list[ast.stmt], nodes: list[ast.AST], sources: set[str], summary: Sum) -> str:
+        """Why the lines cannot be replaced, or an empty text."""
+        tests = [node.test for node in nodes if isinstance(node, ast.If)]
+        tests += [test for node in nodes if isinstance(node, ast.comprehension) for test in node.ifs]
+        made = _bound(run)
+        if self.script.has_attribute(*_HOOKS):
+            return "perhaps in a hook, inside of backward(); the call goes behind backward()"
+        if not all(map(self._is_plain, run)):
+            return self._also(run)
+        if self.is_conditional or not all(map(self._is_about_grad, tests)):
+            return "under a condition, which stays around the call"
+        if len(sources) != 1 or "" in sources or made & set(re.findall(r"\w+", next(iter(sources)))):
+            return "of which module is not seen; the call takes a module, or a list of parameters"
+        if self._read_elsewhere(made | _mutated(run), run):
+            return "and later lines read what they compute"
+        return self._kind(summary)
+
+    def _kind(self, summary: Sum) -> str:
+        others = [ast.unparse(divisor) for divisor in summary.divisors if not self._is_world_size(divisor)]
+        if len(summary.groups) > 1 or not summary.operations <= {"SUM", "AVG"} or len(summary.operations) != 1:
+            return "with several groups, or with another operation than a sum"
+        if others or (summary.operations == {"AVG"} and summary.divisors):
+            by = others[0] if others else ast.unparse(summary.divisors[0])
+            return (
+                f"and divide or multiply by {by}; the call divides by the number of ranks, or with sample_size=n, of "
+                "this rank, by the sum of n over the ranks"
+            )
+        if summary.operations == {"SUM"} and not summary.divisors:
+            return (
+                "and do not divide by the number of ranks; the call does: remove that division where it is, of the loss, "
+                "say, or multiply the loss by the number"
+            )
+        return ""
+
+    def _is_world_size(self, divisor: ast.expr) -> bool:
+        if isinstance(divisor, ast.Call) and called_name(divisor) in ("float", "int") and len(divisor.args) == 1:
+            return self._is_world_size(divisor.args[0])
+        values = self.script.values.get(ast.unparse(divisor), [])
+        inner = [value for _, value in values if not isinstance(value, ast.Constant)]
+        if inner and not _WORLD_SIZE.fullmatch(ast.unparse(divisor)):
+            return all(map(self._is_world_size, inner))
+        return bool(_WORLD_SIZE.fullmatch(ast.unparse(divisor)))
+
+    def _also(self, run: list[ast.stmt]) -> str:
+        return "and do other things there, too, or behind it"
+
+    def _read_elsewhere(self, made: set[str], run: list[ast.stmt]) -> bool:
+        """Whether other lines of the function read a value that these lines make."""
+        inside = {node for statement in run for node in ast.walk(statement)}
+        begin, end = self.script.start(run[0]), self.script.end(run[-1])
+        names = [node for node in ast.walk(self.scope) if isinstance(node, ast.Name) and node not in inside]
+        stores = [node for node in names if not isinstance(node.ctx, ast.Load)]
+        for node in names:
+            if node.id in made and isinstance(node.ctx, ast.Load) and not self._is_of_loop(node):
+                at = self.script.start(node)
+                before = [self.script.start(store) for store in stores if store.id == node.id]
+                if not any(store < at and (store > end or at < begin) for store in before):
+                    return True
+        return False
+
+    def _is_of_loop(self, name: ast.Name) -> bool:
+        node: ast.AST = name
+        while not isinstance(node := self.script.parent(node), Scope):
+            loops = getattr(node, "generators", [node])
+            targets = [loop.target for loop in loops if isinstance(loop, _LOOPS)]
+            if any(at.id == name.id for target in targets for at in ast.walk(target) if isinstance(at, ast.Name)):
+                return True
+        return False
+
+
+def _arguments(function: ast.AST, call: ast.Call) -> dict[str, ast.expr]:
+    """The arguments of a call by the names of the parameters."""
+    if not isinstance(function, Functions):
+        return {}
+    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    is_method = names[:1] == ["self"] and isinstance(call.func, ast.Attribute)
+    found = dict(zip(names[is_method:], call.args, strict=False))
+    return found | {word.arg: word.value for word in call.keywords if word.arg}
+
+
+def _is_item(node: ast.expr) -> bool:
+    """Whether an assignment goes into an item of a variable, or into several variables."""
+    if isinstance(node, ast.Tuple):
+        return all(isinstance(item, ast.Name) for item in node.elts)
+    return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
+
+
+def _bound(statements: list[ast.stmt]) -> set[str]:
+    """The variables that statements assign."""
+    names = [node for at in statements for node in ast.walk(at) if isinstance(node, ast.Name)]
+    return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+
+
+def _loaded(statements: list[ast.stmt]) -> set[str]:
+    names = [node for at in statements for node in ast.walk(at) if isinstance(node, ast.Name)]
+    return {node.id for node in names if isinstance(node.ctx, ast.Load)}
+
+
+def _mutated(statements: list[ast.stmt]) -> set[str]:
+    """The variables that statements append to, or write into."""
+    calls = [node for at in statements for node in ast.walk(at) if isinstance(node, ast.Call)]
+    owners = [call.func.value for call in calls if isinstance(call.func, ast.Attribute)]
+    writers = ("append", "extend", "copy_", "div_", "mul_")
+    found = [
+        owner
+        for call, owner in zip([c for c in calls if isinstance(c.func, ast.Attribute)], owners, strict=True)
+        if called_name(call) in writers
+    ]
+    return {_root(owner) for owner in found if not _has_grad(owner)} - {""}
