@@ -393,6 +393,21 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         lines = [*_layout_lines(layout), *_group_lines(self._group, transport_text), _settings_line(self._settings)]
         return "\n".join(lines)
 
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        """As of every module. The AttributeError about a name that the wrapped module has says where it is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            module = self.__dict__.get("_modules", {}).get("module")  # none yet in an object that is being copied
+            if not _has(module, name):
+                raise
+            raise AttributeError(
+                f"{error}, but the wrapped {type(module).__name__} has: write model.module.{name}; a training step may "
+                "use it, too, and needs no forward of the wrapper",
+                name=name,
+                obj=self,
+            ) from None
+
     def __setattr__(self, name: str, value: Any) -> None:
         """As of every module. Assignments that would do nothing, to the arguments of the constructor but ``module`` and
         ``process_group`` and to settings of torch DDP, are an AttributeError."""
@@ -415,6 +430,14 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
 
     def _plan(self) -> Plan:
         return self._synchronizer.planner.plan(parameter_columns(self.module))
+
+
+def _has(module: nn.Module | None, name: str) -> bool:
+    """Whether a module has an attribute, without its properties being run."""
+    if module is None or name.startswith("__"):
+        return False
+    own = (module.__dict__, module._parameters, module._buffers, module._modules)
+    return any(name in names for names in (*own, *map(vars, type(module).__mro__)))
 
 
 def _layout_lines(layout: Layout | None) -> Iterator[str]:

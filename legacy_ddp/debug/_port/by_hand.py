@@ -7,7 +7,7 @@ average has a ``problem``, and nothing is changed.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from legacy_ddp.debug._port.script import Block, Functions, OtherFiles, Scope, Script, called_name, pairs
@@ -24,12 +24,12 @@ _STATEMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.For | 
 _STATEMENTS |= ast.Continue | ast.Return
 _LOOPS = ast.For | ast.comprehension
 _REDUCING = re.compile(r"torch\.distributed\.(all_reduce|reduce_scatter|reduce)(_\w+)?")
-_WORLD_SIZE = re.compile(
-    r"(?i)(.*\W)?\w*(world_?size|num_?(procs?|processes|gpus?|devices|workers|ranks|replicas|nodes)|n_?(gpus?|procs?|ranks?)|"
-    r"ngpus_per_node)(\(.*\))?"
-)
+# Divisors that are the number of ranks, by their names: for certain, and probably.
+_WORLD_SIZE = re.compile(r"(?i)(.*\W)?\w*world_?size(\(.*\))?")
+_COUNT = re.compile(r"(?i)(.*\W)?\w*(num_?(procs?|processes|gpus?|ranks|replicas)|n_?(gpus?|procs?|ranks?))(\(.*\))?")
 # Functions of other files that seem to average gradients.
-_BY_NAME = re.compile(r"(?i)(?!.*(no_sync|clip))(?=.*(grad|param))(?=.*(av(era)?g|mean|all_?reduce|sync|\Areduce)).*")
+_BY_NAME = re.compile(r"(?i)(?!.*(no_sync|clip))(?=.*grad)(?=.*(av(era)?g|mean|reduce|sync)).*|(all_?)?reduce_param.*")
+_WRITERS = ("append", "extend", "copy_", "div_", "mul_")
 _HOOKS = ("queue_callback", "register_hook", "register_post_accumulate_grad_hook")
 
 
@@ -47,12 +47,13 @@ class Average:
     problem: str = ""
     helper: ast.AST | None = None
     divides_first: bool = False
+    divisor: str = ""  # probably the number of ranks
 
     @property
     def lines(self) -> str:
         """For a reader of the script."""
         first, last = self.statements[0].lineno, self.statements[-1].end_lineno
-        return f"line {first} averages" if first == last else f"lines {first} to {last} average"
+        return f"line {first} reduces" if first == last else f"lines {first} to {last} reduce"
 
     @property
     def replacement(self) -> str:
@@ -85,16 +86,19 @@ def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
     for call in script.calls:
         home = script.class_of(call)
         if is_optimizer(script, home) and _REDUCING.fullmatch(script.dotted(call.func)):
-            names = Gradients(script, script.scope(call)).names
+            scope = script.scope(call)
+            given = {
+                name for name in script.bound if "grad" in name and any(at is scope for at, _ in script.bound[name])
+            }
+            names = Gradients(scope, given).names
             if any(carries(node, names) for node in (*call.args, *(word.value for word in call.keywords))):
                 found.setdefault(getattr(home, "name", ""), call)
     return [*found.items()]
 
 
 def is_optimizer(script: Script, node: ast.AST) -> bool:
-    """Whether a class of the script is an optimizer, by the names of its bases."""
-    bases = node.bases if isinstance(node, ast.ClassDef) else []
-    return any(map(script.is_optimizer_class, bases))
+    """Whether a class of the script is an optimizer, by its name or those of its bases."""
+    return isinstance(node, ast.ClassDef) and any(map(script.is_optimizer_class, [ast.Name(node.name), *node.bases]))
 
 
 def unknown_helpers(script: Script) -> Iterator[ast.Call]:
@@ -147,7 +151,7 @@ def _items(loop: ast.For | ast.comprehension) -> Iterator[tuple[ast.expr, ast.ex
 class Gradients:
     """The variables of a function that hold gradients. ``given``: parameters that do."""
 
-    def __init__(self, script: Script, scope: Scope, given: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    def __init__(self, scope: ast.AST, given: Iterable[str] = ()) -> None:
         self.names = {*given}
         nodes = [*_own_nodes(scope)]
         before = None
@@ -165,9 +169,9 @@ class Gradients:
             }
         elif isinstance(node, ast.For):
             self.names |= loop_names(node, self.names)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("append", "extend", "copy_") and any(carries(item, self.names) for item in node.args):
-                self.names |= {root for root in [_root(node.func.value)] if root and not _has_grad(node.func.value)}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _WRITERS:
+            is_written = any(carries(item, self.names) for item in node.args) and not _has_grad(node.func.value)
+            self.names |= {_root(node.func.value)} - {""} if is_written else set()
 
     def _is_made_like(self, value: ast.expr) -> bool:
         """Whether a buffer is made by ``gradient.new(...)``."""
@@ -218,10 +222,16 @@ def summarise(script: Script, nodes: list[ast.AST], names: set[str]) -> Sum:
     first = min((script.start(call) for call in collectives), default=0)
     return Sum(
         frozenset("SUM" if node is None else ast.unparse(node).rpartition(".")[2].upper() for node in operations),
-        frozenset("" if node is None else ast.unparse(node).replace("None", "") for node in groups),
-        tuple(divisor for _, divisor in divisors),
+        frozenset("" if isinstance(node, ast.Constant | None) else ast.unparse(node) for node in groups),
+        tuple(value for _, divisor in divisors for value in _values(script, divisor)),
         any(script.start(node) < first for node, _ in divisors),  # type: ignore[arg-type]
     )
+
+
+def _values(script: Script, node: ast.expr) -> list[ast.expr]:
+    """What an expression is in its function: of a variable, its values there."""
+    values = [value for at, value in script.values.get(ast.unparse(node), []) if at is script.scope(node)]
+    return [found for value in values for found in _values(script, value)] if values else [node]
 
 
 def is_sum(script: Script, call: ast.Call, names: set[str]) -> bool:
@@ -238,8 +248,8 @@ def _divisors(node: ast.AST, names: set[str]) -> Iterator[ast.expr]:
         if carries(left, names):
             yield right
     elif isinstance(node, ast.Call) and called_name(node) in ("div", "div_", "mul_"):
-        if isinstance(node.func, ast.Attribute) and carries(node.func.value, names):
-            yield from node.args[:1]
+        owner = getattr(node.func, "value", None)
+        yield from node.args[:1] if carries(owner, names) else ()
 
 
 class _Search:
@@ -248,7 +258,7 @@ class _Search:
     def __init__(self, script: Script, others: OtherFiles, call: ast.Call) -> None:
         self.script, self.others, self.call = script, others, call
         self.scope = script.scope(call)
-        self.names = Gradients(script, self.scope).names
+        self.names = Gradients(self.scope).names
         self.path = script.path(call)
         self.is_conditional = False
 
@@ -259,19 +269,25 @@ class _Search:
             return None
         run = self._run()
         nodes = [node for statement in run for node in ast.walk(statement)]
-        found = Average(self.call, tuple(run), helper=helper if helper in self.script.functions else None)
-        is_in_place = bool(given) or _has_grad(self.call)
-        if not is_in_place and not any(map(self._writes, nodes)):
+        sources = self._sources(run)
+        source = next(iter(sources)) if len(sources) == 1 else ""
+        source = "" if _bound(run) & {*re.findall(r"\w+", source)} else source
+        found = Average(self.call, tuple(run), source, helper=helper if helper in self.script.functions else None)
+        if not given and not _has_grad(self.call) and not any(map(self._writes, nodes)):
             rest = [node for node in ast.walk(self.scope) if getattr(node, "lineno", 0) > self.call.lineno]
-            return replace(found, problem=self._also(run)) if any(map(self._writes, rest)) else None
+            return replace(found, problem=self._others(run)) if any(map(self._writes, rest)) else None
         summary = summarise(self.script, nodes, self.names)
         if helper is not None:
             summary = self._of_helper(helper, given, summary)
-        sources = self._sources(run)
-        source = next(iter(sources)) if len(sources) == 1 else ""
-        groups = summary.groups - {""}
-        found = replace(found, source=source, group=next(iter(groups), ""), divides_first=summary.divides_first)
-        return replace(found, problem=self._problem(run, nodes, sources, summary))
+        problem = "; ".join(filter(None, [self._problem(run, nodes, source), self._kind(summary)]))
+        counts = [ast.unparse(node) for node in summary.divisors if not _is_count(node, _WORLD_SIZE)]
+        return replace(
+            found,
+            group=next(iter(summary.groups - {""}), ""),
+            problem=problem,
+            divides_first=summary.divides_first,
+            divisor=next(iter(counts), ""),
+        )
 
     def _helper(self) -> tuple[ast.AST | None, set[str]]:
         """The function of the call, and its parameters that get gradients and are summed up in it."""
@@ -284,7 +300,7 @@ class _Search:
             return None, set()
         (function,) = functions
         given = {name for name, value in _arguments(function, self.call).items() if carries(value, self.names)}
-        names = Gradients(script, function, given).names
+        names = Gradients(function, given).names
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
         return (function, given) if given and any(is_sum(script, call, names) for call in calls) else (None, set())
 
@@ -295,7 +311,7 @@ class _Search:
     def _of_helper(self, function: ast.AST, given: set[str], outside: Sum) -> Sum:
         """The sum of a function, with the arguments of this call in the place of its parameters."""
         script = self._script_of_helper()
-        inside = summarise(script, [*ast.walk(function)], Gradients(script, function, given).names)  # type: ignore[arg-type]
+        inside = summarise(script, [*ast.walk(function)], Gradients(function, given).names)
         arguments = _arguments(function, self.call)
         divisors = [arguments.get(ast.unparse(divisor), divisor) for divisor in inside.divisors]
         groups = [ast.unparse(arguments[group]) if group in arguments else group for group in inside.groups]
@@ -424,51 +440,50 @@ class _Search:
         (loop, *others), element = value.generators, ast.unparse(value.elt)
         return not others and element == ast.unparse(loop.target) and all(map(self._is_about_grad, loop.ifs))
 
-    def _problem(self, run: list[ast.stmt], nodes: list[ast.AST], sources: set[str], summary: Sum) -> str:
+    def _problem(self, run: list[ast.stmt], nodes: list[ast.AST], source: str) -> str:
         """Why the lines cannot be replaced, or an empty text."""
         tests = [node.test for node in nodes if isinstance(node, ast.If)]
         tests += [test for node in nodes if isinstance(node, ast.comprehension) for test in node.ifs]
         made = _bound(run)
         if self.script.has_attribute(*_HOOKS):
-            return "perhaps in a hook, inside of backward(); the call goes behind backward()"
+            return "perhaps in a hook: the call goes behind backward(), not into it"
         if not all(map(self._is_plain, run)):
-            return self._also(run)
+            return self._others(run)
         if self.is_conditional or not all(map(self._is_about_grad, tests)):
-            return "under a condition, which stays around the call"
-        if len(sources) != 1 or "" in sources or made & set(re.findall(r"\w+", next(iter(sources)))):
-            return "of which module is not seen; the call takes a module, or a list of parameters"
+            return "under a condition of their own: keep it where it is not about gradients"
+        if not source:
+            return "but the module is not seen: the call takes a module, or a list of parameters"
         if self._read_elsewhere(made | _mutated(run), run):
-            return "and later lines read what they compute"
-        return self._kind(summary)
+            return "and other lines read what they compute"
+        return ""
 
     def _kind(self, summary: Sum) -> str:
-        others = [ast.unparse(divisor) for divisor in summary.divisors if not self._is_world_size(divisor)]
-        if len(summary.groups) > 1 or not summary.operations <= {"SUM", "AVG"} or len(summary.operations) != 1:
-            return "with several groups, or with another operation than a sum"
-        if others or (summary.operations == {"AVG"} and summary.divisors):
-            by = others[0] if others else ast.unparse(summary.divisors[0])
+        """What is computed, if that is no mean over the ranks of one group, or an empty text."""
+        divisors = summary.divisors
+        others = [divisor for divisor in divisors if not _is_count(divisor, _WORLD_SIZE, _COUNT)]
+        if len(summary.groups) > 1 or summary.operations not in ({"SUM"}, {"AVG"}):
+            return "in several groups, or with another operation than a sum"
+        if others or (summary.operations == {"AVG"} and divisors):
             return (
-                f"and divide or multiply by {by}; the call divides by the number of ranks, or with sample_size=n, of "
-                "this rank, by the sum of n over the ranks"
+                f"and divide or multiply by {ast.unparse([*others, *divisors][0])}: if that is the number of ranks, "
+                "the call does it; if it is a number of items, pass sample_size=n, of this rank"
             )
-        if summary.operations == {"SUM"} and not summary.divisors:
+        if not divisors and summary.operations == {"SUM"}:
             return (
-                "and do not divide by the number of ranks; the call does: remove that division where it is, of the loss, "
-                "say, or multiply the loss by the number"
+                "and do not divide by the number of ranks, as the call does: remove that division elsewhere, of the "
+                "loss, say, or multiply the loss by the number"
             )
         return ""
 
-    def _is_world_size(self, divisor: ast.expr) -> bool:
-        if isinstance(divisor, ast.Call) and called_name(divisor) in ("float", "int") and len(divisor.args) == 1:
-            return self._is_world_size(divisor.args[0])
-        values = self.script.values.get(ast.unparse(divisor), [])
-        inner = [value for _, value in values if not isinstance(value, ast.Constant)]
-        if inner and not _WORLD_SIZE.fullmatch(ast.unparse(divisor)):
-            return all(map(self._is_world_size, inner))
-        return bool(_WORLD_SIZE.fullmatch(ast.unparse(divisor)))
-
-    def _also(self, run: list[ast.stmt]) -> str:
-        return "and do other things there, too, or behind it"
+    def _others(self, run: list[ast.stmt]) -> str:
+        """The first statement in the lines, or behind them, that does something else."""
+        block, _ = self.script.path(run[-1])[-1]
+        inside = [node for at in run for node in ast.walk(at) if isinstance(node, ast.stmt)]
+        others = [at for at in [*inside, *block[block.index(run[-1]) + 1 :]] if not self._is_plain(at)]
+        for at in others:
+            if not any(node in others for node in ast.walk(at) if node is not at):
+                return f"but line {at.lineno} is about something else, too"
+        return "but do not write them back there"
 
     def _read_elsewhere(self, made: set[str], run: list[ast.stmt]) -> bool:
         """Whether other lines of the function read a value that these lines make."""
@@ -494,6 +509,13 @@ class _Search:
         return False
 
 
+def _is_count(divisor: ast.expr, *patterns: re.Pattern[str]) -> bool:
+    """Whether a divisor has one of these names."""
+    if isinstance(divisor, ast.Call) and called_name(divisor) in _METHODS_THAT_CAST and len(divisor.args) == 1:
+        return _is_count(divisor.args[0], *patterns)
+    return any(pattern.fullmatch(ast.unparse(divisor)) for pattern in patterns)
+
+
 def _arguments(function: ast.AST, call: ast.Call) -> dict[str, ast.expr]:
     """The arguments of a call by the names of the parameters."""
     if not isinstance(function, Functions):
@@ -513,23 +535,25 @@ def _is_item(node: ast.expr) -> bool:
 
 def _bound(statements: list[ast.stmt]) -> set[str]:
     """The variables that statements assign."""
-    names = [node for at in statements for node in ast.walk(at) if isinstance(node, ast.Name)]
-    return {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    nodes = [node for at in statements for node in ast.walk(at)]
+    changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
+    names = [node for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)]
+    return {node.id for node in names if node not in changed}
 
 
 def _loaded(statements: list[ast.stmt]) -> set[str]:
-    names = [node for at in statements for node in ast.walk(at) if isinstance(node, ast.Name)]
-    return {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    nodes = [node for at in statements for node in ast.walk(at)]
+    changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    return {node.id for node in names if isinstance(node.ctx, ast.Load) or node in changed}
 
 
 def _mutated(statements: list[ast.stmt]) -> set[str]:
     """The variables that statements append to, or write into."""
-    calls = [node for at in statements for node in ast.walk(at) if isinstance(node, ast.Call)]
-    owners = [call.func.value for call in calls if isinstance(call.func, ast.Attribute)]
-    writers = ("append", "extend", "copy_", "div_", "mul_")
-    found = [
-        owner
-        for call, owner in zip([c for c in calls if isinstance(c.func, ast.Attribute)], owners, strict=True)
-        if called_name(call) in writers
-    ]
-    return {_root(owner) for owner in found if not _has_grad(owner)} - {""}
+    found = set()
+    for node in (node for at in statements for node in ast.walk(at)):
+        if isinstance(node, ast.AugAssign):
+            found.add("" if _has_grad(node.target) else _root(node.target))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and called_name(node) in _WRITERS:
+            found.add("" if _has_grad(node.func.value) else _root(node.func.value))
+    return found - {""}

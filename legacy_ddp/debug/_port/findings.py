@@ -149,14 +149,15 @@ def _on_averages(wrappers: Wrappers, averages: list[Average]) -> Iterator[Findin
 def _text_of_average(average: Average, call: str, problem: str) -> str:
     text = f"{average.lines} gradients by hand"
     if problem:
-        return f"{text}, {problem}; {call} stands for the sum and the division"
-    text += f"; {call} takes the place of this"
+        return f"{text}, {problem}; {call} takes the place of the sum and the division"
+    text += f"; {call} takes their place"
+    if average.divisor:
+        text += f"; they divide by {average.divisor}, and the call by the number of ranks"
     if average.divides_first:
-        text += "; the script divides before the sum, which may round differently"
+        text += "; they divide before the sum, which may round differently"
     if average.helper is not None:
-        helper: ast.AST = average.helper
-        name, begin, end = (getattr(helper, field) for field in ("name", "lineno", "end_lineno"))
-        text += f"; if nothing else calls {name}(), delete lines {begin} to {end}"
+        name, begin, end = (getattr(average.helper, field) for field in ("name", "lineno", "end_lineno"))
+        text += f"; delete {name}() in lines {begin} to {end}, if nothing else calls it"
     return text
 
 
@@ -173,9 +174,9 @@ def _on_optimizers(wrappers: Wrappers, others: OtherFiles) -> Iterator[Finding]:
 
 
 def _text_of_optimizer(name: str, call: ast.Call, file: str) -> str:
-    where = f"in {file}:{call.lineno}" if file else "here"
+    where = f" in {file}:{call.lineno}" if file else ""
     return (
-        f"the optimizer {name} reduces gradients by itself, {where}; a loop with this optimizer stays as it is, because "
+        f"the optimizer {name} reduces gradients by itself{where}: leave a loop with this optimizer as it is, because "
         "all_reduce() would send them twice"
     )
 
@@ -184,11 +185,12 @@ def _on_unknown_helpers(script: Script) -> Iterator[Finding]:
     """The functions of other files that seem to average by hand."""
     for call in unknown_helpers(script):
         name, owner = called_name(call), ast.unparse(call.func).rpartition(".")[0]
+        source = ast.unparse(call.args[0]) if call.args else owner or "module"
         is_mpi = "mpi" in f"{script.dotted(call.func)}{name}"
         text = (
-            f"by its name, {name}() of another file averages gradients by hand; port that file, or, if it computes the "
-            f"mean over all ranks, write {_FUNCTION}({ast.unparse(call.args[0]) if call.args else owner or 'module'}) in its "
-            "place" + (", after torch.distributed.init_process_group()" if is_mpi else "")
+            f"by its name, {name}() of another file averages gradients by hand: port that file, or, if it computes the "
+            f"mean over all ranks, write {_FUNCTION}({source}) in its place"
+            + (", after torch.distributed.init_process_group()" if is_mpi else "")
         )
         yield Finding(call.lineno, "hand", text)
 
@@ -508,19 +510,19 @@ def _on_statistics(wrappers: Wrappers) -> Iterator[Finding]:
     for call in wrappers.script.calls:
         if called_name(call) == "distribute_bn":
             text = (
-                "torch DDP begins each step with the statistics of rank 0, but not with broadcast_buffers=False; for the "
+                "torch DDP begins each step with the statistics of rank 0, unless broadcast_buffers=False; for its "
                 "bits of this average, call broadcast_buffers() of the wrapper before the first micro-batch of each step"
             )
             yield Finding(call.lineno, "statistics", text)
         words = [word for word in call.keywords if word.arg == "broadcast_buffers"]
         if words and call not in wrappers.made:
             text = (
-                f"{called_name(call)}() may hand broadcast_buffers= to the wrapper, which does not take it: {_BUFFERS}"
+                f"{called_name(call)}() may pass this to the wrapper, which does not take broadcast_buffers: {_BUFFERS}"
             )
             yield Finding(words[0].value.lineno, "buffers", text)
         if called_name(call) == "eval" and not wrappers.made and find_steps(wrappers.script) and not call.args:
             text = (
-                "if this is the wrapper, the model has BatchNorm, and all ranks evaluate, call its broadcast_buffers() on "
+                "if this is the wrapper, it has BatchNorm, and all ranks evaluate, call its broadcast_buffers() on "
                 "every rank before"
             )
             yield Finding(call.lineno, "evaluation", text)

@@ -23,7 +23,7 @@ _CLASSES = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.dist
 # What stands before and after an argument of a call, or a name of an import, on its line.
 _BEFORE_ITEM = re.compile(r",[ \t]*\Z|(?<=\()[ \t]*\Z|(?<=\bimport)[ \t]+\Z|\A\s*\Z")
 _AFTER_ITEM = re.compile(r"[ \t]*(?:,[ \t]*|(?=[)#\r\n])|\Z)")
-_OPTIMIZER_CLASS = re.compile(r"torch\.optim\.\w+|(.*\.)?(\w*Optimizer|Adam\w*|SGD)")
+_OPTIMIZER_CLASS = re.compile(r"torch\.optim\.\w+|(.*\.)?\w*(Optimizer|Adam\w?|SGD|Muon)")
 _MAX_FOLDERS = 4  # around a script, for the modules that it imports
 _REST_OF_LINE = re.compile(r"[ \t]*(?:\r\n|\r|\n)")
 
