@@ -97,6 +97,28 @@ def test_an_exception_inside_no_sync_does_not_leave_synchronisation_off() -> Non
 # Refused at construction
 
 
+class _Agent(nn.Linear):
+    def act(self) -> None:
+        raise AssertionError("a look at the name does not call it")
+
+    value = property(act)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_name_that_only_the_module_has_is_an_attribute_error_that_says_where_it_is() -> None:
+    model = LegacyDistributedDataParallel(_Agent(1, 1))
+
+    for name in ("act", "value", "weight", "in_features"):
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError, match=rf"the wrapped _Agent has: write model\.module\.{name};"):
+            getattr(model, name)
+    for name in ("missing", "__missing__"):
+        with pytest.raises(AttributeError, match=rf"object has no attribute '{name}'$"):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match=r"'act'$"):  # as in a copy that has no state yet
+        getattr(object.__new__(LegacyDistributedDataParallel), "act")  # noqa: B009  # for the type checker
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_wrapper_inside_the_module_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^module contains a LegacyDistributedDataParallel, expected no wrapper"):

@@ -97,7 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     porting = commands.add_parser(
         "port", help="the changes of a script from torch DDP, as a diff", epilog=_PORT_EPILOG, formatter_class=raw
     )
-    porting.add_argument("script", metavar="SCRIPT", type=_path, help="a Python file that uses torch DDP")
+    porting.add_argument(
+        "script", metavar="SCRIPT", type=_path, help="a Python file with torch DDP, or with dist.all_reduce over .grad"
+    )
     porting.add_argument(
         "-o", "--output", type=_path, metavar="FILE", help="write the changed script to a new FILE, too"
     )

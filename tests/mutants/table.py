@@ -1061,4 +1061,51 @@ WORDS = (
     ),
 )
 
-MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG, *STEPS, *TRACES, *INTERRUPTS, *WORDS)
+_BY_HAND = "tests/debug/port/test_by_hand.py"
+
+PORTS = (
+    Mutant(
+        "a sum by hand is taken for a mean",
+        'if not divisors and summary.operations == {"SUM"}:',
+        "if not summary.operations:",
+        f"{_BY_HAND} -k left_to_the_user",
+    ),
+    Mutant(
+        "tokens are taken for the number of ranks",
+        "if others or (summary.operations ==",
+        "if not others and (summary.operations ==",
+        f"{_BY_HAND} -k left_to_the_user",
+    ),
+    Mutant(
+        "an average by hand loses its group",
+        """{f', process_group={self.group}' if self.group else ''}""",
+        "",
+        f"{_BY_HAND} -k place_of_the_lines",
+    ),
+    Mutant(
+        "lines go although others read their values",
+        "if self._read_elsewhere(made | _mutated(run), run):",
+        "if self._read_elsewhere(set(), run):",
+        f"{_BY_HAND} -k left_to_the_user",
+    ),
+    Mutant(
+        "a copy of gradients counts as the gradients",
+        "calls=frozenset(_SHAPE - _COPIES)",
+        "calls=frozenset(_SHAPE)",
+        f"{_BY_HAND} -k about_something_else",
+    ),
+    Mutant(
+        "another class of the same name is shadowed",
+        'is_taken = script.is_bound(_OURS, "legacy_ddp")',
+        'is_taken = script.is_bound("", "legacy_ddp")',
+        "tests/debug/port/test_changes.py -k arguments_are_replaced",
+    ),
+    Mutant(
+        "the wrapped module has every name",
+        "if not _has(module, name):",
+        "if module is None:",
+        "tests/test_wrapper.py -k says_where_it_is",
+    ),
+)
+
+MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG, *STEPS, *TRACES, *INTERRUPTS, *WORDS, *PORTS)

@@ -7,8 +7,9 @@ average has a ``problem``, and nothing is changed.
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from legacy_ddp.debug._port.script import Block, Functions, OtherFiles, Scope, Script, called_name, pairs
 
@@ -16,6 +17,7 @@ from legacy_ddp.debug._port.script import Block, Functions, OtherFiles, Scope, S
 _SHAPE = {"_flatten_dense_tensors", "_unflatten_dense_tensors", "append", "cat", "clone", "contiguous", "detach"}
 _SHAPE |= {"extend", "flatten", "list", "narrow", "ravel", "reshape", "reshape_as", "split", "squeeze", "stack"}
 _SHAPE |= {"tuple", "unsqueeze", "view", "view_as", "zip"}
+_COPIES = {"_flatten_dense_tensors", "cat", "clone", "contiguous", "flatten", "ravel", "reshape", "stack"}
 # What else may stand in lines that only average.
 _PLAIN = {"all_reduce", "copy_", "div", "div_", "element_size", "enumerate", "float", "get_world_size", "int", "len"}
 _PLAIN |= {"mul_", "named_parameters", "no_grad", "numel", "parameters", "range", "size", "wait"}
@@ -25,7 +27,7 @@ _STATEMENTS |= ast.Continue | ast.Return
 _LOOPS = ast.For | ast.comprehension
 _REDUCING = re.compile(r"torch\.distributed\.(all_reduce|reduce_scatter|reduce)(_\w+)?")
 # Divisors that are the number of ranks, by their names: for certain, and probably.
-_WORLD_SIZE = re.compile(r"(?i)(.*\W)?\w*world_?size(\(.*\))?")
+_WORLD_SIZE = re.compile(r"(?i)(.*\W)?\w*world_?size(\(.*\))?|os\.(getenv|environ)\W.*WORLD_SIZE.*")
 _COUNT = re.compile(r"(?i)(.*\W)?\w*(num_?(procs?|processes|gpus?|ranks|replicas)|n_?(gpus?|procs?|ranks?))(\(.*\))?")
 # Functions of other files that seem to average gradients.
 _BY_NAME = re.compile(r"(?i)(?!.*(no_sync|clip))(?=.*grad)(?=.*(av(era)?g|mean|reduce|sync)).*|(all_?)?reduce_param.*")
@@ -73,11 +75,12 @@ class Sum:
 
 def find_averages(script: Script, others: OtherFiles) -> list[Average]:
     """The averages of a script, in the order of the text. ``others``: the files that it imports."""
-    return [
-        average
-        for call in script.calls
-        if not is_optimizer(script, script.class_of(call)) and (average := _Search(script, others, call).average())
-    ]
+    if not script.has_attribute("grad"):
+        return []
+    gradients = cache(lambda scope: (Gradients().of(scope), _ALIASES.of(scope)))
+    calls = [call for call in script.calls if not is_optimizer(script, script.class_of(call))]
+    found = [_Search(script, others, call, *gradients(script.scope(call))).average() for call in calls]
+    return [average for average in found if average]
 
 
 def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
@@ -90,8 +93,8 @@ def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
             given = {
                 name for name in script.bound if "grad" in name and any(at is scope for at, _ in script.bound[name])
             }
-            names = Gradients(scope, given).names
-            if any(carries(node, names) for node in (*call.args, *(word.value for word in call.keywords))):
+            gradients = Gradients(frozenset(given)).of(scope)
+            if any(map(gradients.carries, (*call.args, *(word.value for word in call.keywords)))):
                 found.setdefault(getattr(home, "name", ""), call)
     return [*found.items()]
 
@@ -110,29 +113,58 @@ def unknown_helpers(script: Script) -> Iterator[ast.Call]:
             yield call
 
 
-def carries(node: ast.AST | None, names: set[str]) -> bool:
-    """Whether the value of an expression consists of gradients, in any shape, divided or not."""
-    if isinstance(node, ast.Name):
-        return node.id in names
-    if isinstance(node, ast.Attribute):
-        return node.attr == "grad" or (node.attr == "data" and carries(node.value, names))
-    if isinstance(node, ast.Subscript | ast.Starred):
-        return carries(node.value, names)
-    if isinstance(node, ast.List | ast.Tuple):
-        return any(carries(item, names) for item in node.elts)
-    if isinstance(node, ast.ListComp | ast.GeneratorExp):
-        return carries(node.elt, names.union(*(loop_names(loop, names) for loop in node.generators)))
-    if isinstance(node, ast.BinOp):
-        return isinstance(node.op, ast.Div | ast.Mult) and (carries(node.left, names) or carries(node.right, names))
-    if isinstance(node, ast.Call) and called_name(node) in {*_SHAPE, "div"}:
-        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-        return any(carries(item, names) for item in (owner, *node.args))
-    return False
+@dataclass(frozen=True)
+class Gradients:
+    """The variables that hold gradients, in any shape, divided or not. ``calls``: those that return gradients again."""
+
+    names: frozenset[str] = frozenset()
+    calls: frozenset[str] = frozenset(_SHAPE | {"div", "new", "new_empty", "new_zeros", "zero_"})
+    writers: tuple[str, ...] = ("append", "extend", "copy_")
+
+    def of(self, scope: ast.AST) -> "Gradients":
+        """With the variables of a function."""
+        nodes, found, before = [*_own_nodes(scope)], self, None
+        while found != before:
+            before = found
+            for node in nodes:
+                found = replace(found, names=found.names.union(found._made_by(node)))
+        return found
+
+    def _made_by(self, node: ast.AST) -> set[str]:
+        if isinstance(node, ast.Assign):
+            return {at.id for at, value in pairs(node) if isinstance(at, ast.Name) and self.carries(value)}
+        if isinstance(node, ast.For):
+            return self._of_loop(node)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in self.writers:
+            is_written = any(map(self.carries, node.args)) and not _has_grad(node.func.value)
+            return {_root(node.func.value)} - {""} if is_written else set()
+        return set()
+
+    def _of_loop(self, loop: ast.For | ast.comprehension) -> set[str]:
+        return {target.id for target, value in _items(loop) if isinstance(target, ast.Name) and self.carries(value)}
+
+    def carries(self, node: ast.AST | None) -> bool:
+        """Whether the value of an expression consists of gradients."""
+        if isinstance(node, ast.Name):
+            return node.id in self.names
+        if isinstance(node, ast.Attribute):
+            return node.attr == "grad" or (node.attr == "data" and self.carries(node.value))
+        if isinstance(node, ast.Subscript | ast.Starred):
+            return self.carries(node.value)
+        if isinstance(node, ast.List | ast.Tuple):
+            return any(map(self.carries, node.elts))
+        if isinstance(node, ast.ListComp | ast.GeneratorExp):
+            return replace(self, names=self.names.union(*map(self._of_loop, node.generators))).carries(node.elt)
+        if isinstance(node, ast.BinOp):
+            is_scaled = isinstance(node.op, ast.Div | ast.Mult) and "div" in self.calls
+            return is_scaled and (self.carries(node.left) or self.carries(node.right))
+        if isinstance(node, ast.Call) and called_name(node) in self.calls:
+            return any(map(self.carries, [getattr(node.func, "value", None), *node.args]))
+        return False
 
 
-def loop_names(loop: ast.For | ast.comprehension, names: set[str]) -> set[str]:
-    """The variables of a loop that hold gradients."""
-    return {target.id for target, value in _items(loop) if isinstance(target, ast.Name) and carries(value, names)}
+# The variables that are gradients themselves, and no copies of them.
+_ALIASES = Gradients(calls=frozenset(_SHAPE - _COPIES), writers=("append", "extend"))
 
 
 def _items(loop: ast.For | ast.comprehension) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -146,40 +178,6 @@ def _items(loop: ast.For | ast.comprehension) -> Iterator[tuple[ast.expr, ast.ex
         yield target.elts[-1], value
     else:
         yield target, value
-
-
-class Gradients:
-    """The variables of a function that hold gradients. ``given``: parameters that do."""
-
-    def __init__(self, scope: ast.AST, given: Iterable[str] = ()) -> None:
-        self.names = {*given}
-        nodes = [*_own_nodes(scope)]
-        before = None
-        while before != self.names:
-            before = {*self.names}
-            for node in nodes:
-                self._add(node)
-
-    def _add(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Assign):
-            self.names |= {
-                target.id
-                for target, value in pairs(node)
-                if isinstance(target, ast.Name) and (carries(value, self.names) or self._is_made_like(value))
-            }
-        elif isinstance(node, ast.For):
-            self.names |= loop_names(node, self.names)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _WRITERS:
-            is_written = any(carries(item, self.names) for item in node.args) and not _has_grad(node.func.value)
-            self.names |= {_root(node.func.value)} - {""} if is_written else set()
-
-    def _is_made_like(self, value: ast.expr) -> bool:
-        """Whether a buffer is made by ``gradient.new(...)``."""
-        nodes = [node.func for node in ast.walk(value) if isinstance(node, ast.Call)]
-        return any(
-            isinstance(node, ast.Attribute) and node.attr.startswith("new") and carries(node.value, self.names)
-            for node in nodes
-        )
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -205,10 +203,10 @@ def _has_grad(node: ast.AST) -> bool:
     return any(isinstance(at, ast.Attribute) and at.attr == "grad" for at in ast.walk(node))
 
 
-def summarise(script: Script, nodes: list[ast.AST], names: set[str]) -> Sum:
-    """What statements do with the gradients in ``names``."""
+def summarise(script: Script, nodes: list[ast.AST], gradients: Gradients) -> Sum:
+    """What statements do with gradients."""
     calls = [node for node in nodes if isinstance(node, ast.Call)]
-    collectives = [call for call in calls if is_sum(script, call, names)]
+    collectives = [call for call in calls if is_sum(script, call, gradients)]
     words = [{word.arg: word.value for word in call.keywords} for call in collectives]
     operations = [
         word.get("op", call.args[1] if len(call.args) > 1 else None)
@@ -218,7 +216,7 @@ def summarise(script: Script, nodes: list[ast.AST], names: set[str]) -> Sum:
         word.get("group", call.args[2] if len(call.args) > 2 else None)
         for word, call in zip(words, collectives, strict=True)
     ]
-    divisors = [(node, divisor) for node in nodes for divisor in _divisors(node, names)]
+    divisors = [(node, divisor) for node in nodes for divisor in _divisors(node, gradients)]
     first = min((script.start(call) for call in collectives), default=0)
     return Sum(
         frozenset("SUM" if node is None else ast.unparse(node).rpartition(".")[2].upper() for node in operations),
@@ -231,41 +229,54 @@ def summarise(script: Script, nodes: list[ast.AST], names: set[str]) -> Sum:
 def _values(script: Script, node: ast.expr) -> list[ast.expr]:
     """What an expression is in its function: of a variable, its values there."""
     values = [value for at, value in script.values.get(ast.unparse(node), []) if at is script.scope(node)]
-    return [found for value in values for found in _values(script, value)] if values else [node]
+    if not values or _is_count(node, _WORLD_SIZE, _COUNT):
+        return [node]
+    return [found for value in values for found in _values(script, value)]
 
 
-def is_sum(script: Script, call: ast.Call, names: set[str]) -> bool:
+def is_sum(script: Script, call: ast.Call, gradients: Gradients) -> bool:
     """Whether a call is a collective over gradients."""
     values = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "tensor")]
     is_collective = script.dotted(call.func) == "torch.distributed.all_reduce"
-    return is_collective and any(carries(value, names) for value in values)
+    return is_collective and any(map(gradients.carries, values))
 
 
-def _divisors(node: ast.AST, names: set[str]) -> Iterator[ast.expr]:
+def _is_written(node: ast.AST, gradients: Gradients, aliases: Gradients) -> bool:
+    """Whether a node writes what is made of gradients into ``.grad``, or into a list of gradients."""
+    if isinstance(node, ast.Assign):
+        return any(map(_has_grad, node.targets)) and gradients.carries(node.value)
+    if isinstance(node, ast.Call) and called_name(node) == "copy_":
+        return aliases.carries(getattr(node.func, "value", None)) and any(map(gradients.carries, node.args))
+    return False
+
+
+def _divisors(node: ast.AST, gradients: Gradients) -> Iterator[ast.expr]:
     """The divisors of gradients in one node. A factor counts by itself, because its meaning is not known."""
     if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
         left, right = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
-        if carries(left, names):
+        if gradients.carries(left):
             yield right
     elif isinstance(node, ast.Call) and called_name(node) in ("div", "div_", "mul_"):
         owner = getattr(node.func, "value", None)
-        yield from node.args[:1] if carries(owner, names) else ()
+        yield from node.args[:1] if gradients.carries(owner) else ()
 
 
 class _Search:
     """The search for the lines around one collective, or around one call of a function that sums gradients up."""
 
-    def __init__(self, script: Script, others: OtherFiles, call: ast.Call) -> None:
+    def __init__(
+        self, script: Script, others: OtherFiles, call: ast.Call, gradients: Gradients, aliases: Gradients
+    ) -> None:
         self.script, self.others, self.call = script, others, call
         self.scope = script.scope(call)
-        self.names = Gradients(self.scope).names
+        self.gradients, self.aliases = gradients, aliases
         self.path = script.path(call)
         self.is_conditional = False
 
     def average(self) -> Average | None:
         """None if the call is not about gradients, or if nothing is written back into them."""
         helper, given = self._helper()
-        if not given and not is_sum(self.script, self.call, self.names):
+        if not given and not is_sum(self.script, self.call, self.gradients):
             return None
         run = self._run()
         nodes = [node for statement in run for node in ast.walk(statement)]
@@ -273,10 +284,10 @@ class _Search:
         source = next(iter(sources)) if len(sources) == 1 else ""
         source = "" if _bound(run) & {*re.findall(r"\w+", source)} else source
         found = Average(self.call, tuple(run), source, helper=helper if helper in self.script.functions else None)
-        if not given and not _has_grad(self.call) and not any(map(self._writes, nodes)):
+        if not given and not is_sum(self.script, self.call, self.aliases) and not any(map(self._writes, nodes)):
             rest = [node for node in ast.walk(self.scope) if getattr(node, "lineno", 0) > self.call.lineno]
             return replace(found, problem=self._others(run)) if any(map(self._writes, rest)) else None
-        summary = summarise(self.script, nodes, self.names)
+        summary = summarise(self.script, nodes, self.gradients)
         if helper is not None:
             summary = self._of_helper(helper, given, summary)
         problem = "; ".join(filter(None, [self._problem(run, nodes, source), self._kind(summary)]))
@@ -292,17 +303,23 @@ class _Search:
     def _helper(self) -> tuple[ast.AST | None, set[str]]:
         """The function of the call, and its parameters that get gradients and are summed up in it."""
         name, values = called_name(self.call), [*self.call.args, *(word.value for word in self.call.keywords)]
-        if name in _PLAIN | _SHAPE or not any(carries(value, self.names) for value in values):
+        if name in _PLAIN | _SHAPE or not any(map(self.gradients.carries, values)):
             return None, set()
         script = self._script_of_helper()
         functions = [function for function in script.functions if function.name == name]
         if len(functions) != 1:
             return None, set()
         (function,) = functions
-        given = {name for name, value in _arguments(function, self.call).items() if carries(value, self.names)}
-        names = Gradients(function, given).names
-        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-        return (function, given) if given and any(is_sum(script, call, names) for call in calls) else (None, set())
+        given = {name for name, value in _arguments(function, self.call).items() if self.gradients.carries(value)}
+        gradients, aliases = (
+            Gradients(frozenset(given)).of(function),
+            replace(_ALIASES, names=frozenset(given)).of(function),
+        )
+        nodes = [*ast.walk(function)] if given else []
+        sums = [node for node in nodes if isinstance(node, ast.Call) and is_sum(script, node, gradients)]
+        is_in_place = any(is_sum(script, call, aliases) for call in sums)
+        is_in_place |= any(_is_written(node, gradients, aliases) for node in nodes)
+        return (function, given) if sums and is_in_place else (None, set())
 
     def _script_of_helper(self) -> Script:
         module = self.script.dotted(self.call.func).rpartition(".")[0]
@@ -311,7 +328,7 @@ class _Search:
     def _of_helper(self, function: ast.AST, given: set[str], outside: Sum) -> Sum:
         """The sum of a function, with the arguments of this call in the place of its parameters."""
         script = self._script_of_helper()
-        inside = summarise(script, [*ast.walk(function)], Gradients(function, given).names)
+        inside = summarise(script, [*ast.walk(function)], Gradients(frozenset(given)).of(function))
         arguments = _arguments(function, self.call)
         divisors = [arguments.get(ast.unparse(divisor), divisor) for divisor in inside.divisors]
         groups = [ast.unparse(arguments[group]) if group in arguments else group for group in inside.groups]
@@ -333,8 +350,9 @@ class _Search:
         for at in range(index + 1, len(block)):
             if not self._is_plain(block[at]):
                 break
-            made = _bound(block[first : last + 1])
-            if _has_grad(block[at]) or made & _loaded([block[at]]) & (self.names | _mutated(block[first : last + 1])):
+            run = block[first : last + 1]
+            used = (self.gradients.names & (_loaded(run) | _bound(run))) | _mutated(run)
+            if _has_grad(block[at]) or used & _loaded([block[at]]):
                 last = at
         while first > 0 and self._belongs(block[first - 1], block[first : last + 1]):
             first -= 1
@@ -379,7 +397,7 @@ class _Search:
         roots = {
             _root(node) for at in run for node in ast.walk(at) if isinstance(node, ast.Attribute) and _has_grad(node)
         }
-        return bool(((loaded & self.names) - made) | ((roots & of_loops) - made))
+        return bool(((loaded & self.gradients.names) - made) | ((roots & of_loops) - made))
 
     def _is_about_grad(self, test: ast.expr) -> bool:
         """Whether a condition asks for the presence of gradients alone."""
@@ -390,18 +408,12 @@ class _Search:
         is_plain = all(called_name(node) == "len" for node in ast.walk(test) if isinstance(node, ast.Call))
         return (
             is_plain
-            and others <= owners | self.names
+            and others <= owners | self.gradients.names
             and len(attributes) == len([node for node in attributes if node.attr in ("grad", "requires_grad")])
         )
 
     def _writes(self, node: ast.AST) -> bool:
-        """Whether a node writes a variable's value into ``.grad``, or into a list of gradients."""
-        if isinstance(node, ast.Assign):
-            return any(_has_grad(target) for target in node.targets) and carries(node.value, self.names)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "copy_":
-            owner = node.func.value
-            return carries(owner, self.names) and any(carries(item, self.names) for item in node.args)
-        return False
+        return _is_written(node, self.gradients, self.aliases)
 
     def _sources(self, run: list[ast.stmt]) -> set[str]:
         """The modules, or lists of parameters, whose ``.grad`` the lines use. An empty text: not known."""
@@ -483,7 +495,7 @@ class _Search:
         for at in others:
             if not any(node in others for node in ast.walk(at) if node is not at):
                 return f"but line {at.lineno} is about something else, too"
-        return "but do not write them back there"
+        return "but where they are written back is not seen"
 
     def _read_elsewhere(self, made: set[str], run: list[ast.stmt]) -> bool:
         """Whether other lines of the function read a value that these lines make."""

@@ -46,10 +46,11 @@ _ANY_GRAPH = "no hook in backward waits for a parameter, so each step may use di
 _NO_OVERLAP = "it tunes the overlap with backward, and there is no overlap"
 _BUFFERS = "forward sends no buffers; broadcast_buffers() does, before an evaluation and before a checkpoint"
 _NO_FORWARD_SYNC = "forward sends no buffers here, so that False needs nothing in its place"
-_NO_BUFFERS = (
-    "forward sends no buffers here, but the constructor sends those of rank 0 once, which torch DDP with False does "
-    "not; if ranks start with different buffers, and keep them, name these in ignore="
+_FIRST_BUFFERS = (
+    "the constructor sends those of rank 0 once, which torch DDP with False does not; if ranks start with different "
+    "buffers, and keep them, name these in ignore="
 )
+_NO_BUFFERS = f"forward sends no buffers here, but {_FIRST_BUFFERS}"
 _ONE_RANK = re.compile(r"(?i)(\b|_)rank(\(\))? == 0|\bnot [\w.]*rank\b|(\b|_)(master|main)(_process|_rank)?\b")
 _BY_HAND = "nothing takes its place; read what it was for"
 # Arguments of torch DDP in its order: the name here, or why it goes; whether that is a decision.
@@ -149,7 +150,7 @@ def _on_averages(wrappers: Wrappers, averages: list[Average]) -> Iterator[Findin
 def _text_of_average(average: Average, call: str, problem: str) -> str:
     text = f"{average.lines} gradients by hand"
     if problem:
-        return f"{text}, {problem}; {call} takes the place of the sum and the division"
+        return f"{text}, {problem}; {call} takes the place of the collective and of a division by the number of ranks"
     text += f"; {call} takes their place"
     if average.divisor:
         text += f"; they divide by {average.divisor}, and the call by the number of ranks"
@@ -186,12 +187,11 @@ def _on_unknown_helpers(script: Script) -> Iterator[Finding]:
     for call in unknown_helpers(script):
         name, owner = called_name(call), ast.unparse(call.func).rpartition(".")[0]
         source = ast.unparse(call.args[0]) if call.args else owner or "module"
-        is_mpi = "mpi" in f"{script.dotted(call.func)}{name}"
-        text = (
-            f"by its name, {name}() of another file averages gradients by hand: port that file, or, if it computes the "
-            f"mean over all ranks, write {_FUNCTION}({source}) in its place"
-            + (", after torch.distributed.init_process_group()" if is_mpi else "")
-        )
+        text = f"by its name, {name}() of another file averages gradients by hand: port that file"
+        if isinstance(script.parent(call), ast.Expr):
+            text += f", or, if it computes the mean over all ranks, write {_FUNCTION}({source}) in its place"
+        if "mpi" in f"{script.dotted(call.func)}{name}":
+            text += ", after torch.distributed.init_process_group()"
         yield Finding(call.lineno, "hand", text)
 
 
@@ -313,6 +313,8 @@ def _on_argument(wrappers: Wrappers, call: ast.Call, name: str, node: ast.expr |
     reason, is_open = ARGUMENTS[name]
     if reason == _BUFFERS and ast.unparse(value) == "False":
         reason, is_open = (_NO_BUFFERS, True) if name == "broadcast_buffers" else (_NO_FORWARD_SYNC, False)
+    elif reason == _BUFFERS and name == "broadcast_buffers" and not isinstance(value, ast.Constant):
+        reason, is_open = f"{_BUFFERS}; if it is False, {_FIRST_BUFFERS}", True
     elif reason == _MOVE:
         line = _line_that_moves(wrappers)
         is_open = not line
@@ -321,7 +323,7 @@ def _on_argument(wrappers: Wrappers, call: ast.Call, name: str, node: ast.expr |
     is_default = isinstance(value, ast.Constant) and value.value is None
     if reason not in ARGUMENTS:
         text = f"{name} is removed: {reason}" if reason and not is_default else ""
-        page = "buffers" if reason == _NO_BUFFERS else "arguments"
+        page = "buffers" if reason.endswith(_FIRST_BUFFERS) else "arguments"
         yield Finding(call.lineno, page, text, is_open and not is_default, (removal,))
     elif node is not value:
         start = script.start(node)
@@ -511,7 +513,7 @@ def _on_statistics(wrappers: Wrappers) -> Iterator[Finding]:
         if called_name(call) == "distribute_bn":
             text = (
                 "torch DDP begins each step with the statistics of rank 0, unless broadcast_buffers=False; for its "
-                "bits of this average, call broadcast_buffers() of the wrapper before the first micro-batch of each step"
+                "bits here, call broadcast_buffers() of the wrapper before the first micro-batch of each step"
             )
             yield Finding(call.lineno, "statistics", text)
         words = [word for word in call.keywords if word.arg == "broadcast_buffers"]

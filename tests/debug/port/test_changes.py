@@ -8,6 +8,7 @@ from legacy_ddp.debug._port.port import Port, port
 
 OURS = "from legacy_ddp import LegacyDistributedDataParallel"
 THEIRS = "from torch.nn.parallel import DistributedDataParallel"
+OTHER = "from mylib import LegacyDistributedDataParallel"
 MADE = f"{THEIRS} as DDP\nmodel = DDP(net)\n"
 HEAD = f"{MADE}optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
@@ -134,6 +135,15 @@ BODIES = {
         "model.require_backward_grad_sync = False\na.backward()\nb.backward()\noptimizer.step()\n",
         "a.backward()\nb.backward()\nmodel.all_reduce()\noptimizer.step()\n",
     ),
+    "an optimizer of another name": (
+        "from torch import optim\no = optim.RMSprop(model.parameters())\no.zero_grad()\nloss.backward()\no.step()\n",
+        "from torch import optim\no = optim.RMSprop(model.parameters())\no.zero_grad()\nloss.backward()\n"
+        "model.all_reduce()\no.step()\n",
+    ),
+    "a backward of another name": (
+        "from torch.autograd import backward as back\nback([loss])\noptimizer.step()\n",
+        "from torch.autograd import backward as back\nback([loss])\nmodel.all_reduce()\noptimizer.step()\n",
+    ),
     "a profiler": (
         "loss.backward()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
         "loss.backward()\nmodel.all_reduce()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
@@ -191,6 +201,17 @@ CLASSES = {
     "a mesh": (
         f"{THEIRS} as DDP\nm = DDP(module=n, device_mesh=mesh, bucket_cap_mb=(1 + 2))\n",
         f"{OURS} as DDP\nm = DDP(module=n, process_group=mesh)\n",
+    ),
+    "another class of the same name": (
+        f"{THEIRS}\n{OTHER}\nm = DistributedDataParallel(n)\no = LegacyDistributedDataParallel(n)\n",
+        f"{OURS} as DistributedDataParallel\n{OTHER}\nm = DistributedDataParallel(n)\n"
+        "o = LegacyDistributedDataParallel(n)\n",
+    ),
+    "another class of the same name, and several imports": (
+        f"from torch.nn.parallel import DataParallel, DistributedDataParallel\n{OTHER}\n"
+        "m = DistributedDataParallel(n)\n",
+        f"from torch.nn.parallel import DataParallel\n{OURS} as DistributedDataParallel\n{OTHER}\n"
+        "m = DistributedDataParallel(n)\n",
     ),
     "a comment behind an argument": (
         f"{THEIRS} as DDP\nm = DDP(n,\n        device_ids=[0],  # one\n        init_sync=True)\n",
@@ -311,6 +332,8 @@ DECISIONS = {
     "an argument of another library": ("model = DDP(n, delay_allreduce=True)\n", ["arguments"]),
     "a flag without effect": ("model = DDP(n, find_unused_parameters=True)\n", []),
     "no broadcasts": ("model = DDP(net, broadcast_buffers=False)\nmodel.eval()\n", ["buffers", "evaluation"]),
+    "perhaps no broadcasts": ("model = DDP(net, broadcast_buffers=not off)\n", ["buffers"]),
+    "averaged statistics": ("distribute_bn(model, size, True)\n", ["statistics"]),
     "a setting": ("model.require_backward_grad_sync = last\n", ["accumulation"]),
     "a setting in a loop of optimizer steps": (
         "while True:\n    model.require_backward_grad_sync = last\n    loss.backward()\n    optimizer.step()\n",
@@ -410,6 +433,7 @@ def test_a_call_whose_place_needs_a_look_is_a_decision(body: str, page: str, tmp
         "class DistributedDataParallel:\n    pass\n",
         "DistributedDataParallel = 1\n",
         "print(f'{DistributedDataParallel}')\n",
+        f"import torch\n{OTHER}\nm = torch.nn.parallel.DistributedDataParallel(n)\n",
     ],
 )
 def test_where_the_name_of_the_class_has_another_meaning_nothing_is_changed(other: str, tmp_path: Path) -> None:
@@ -495,6 +519,12 @@ def test_a_step_in_a_file_without_the_wrapper_names_the_line_of_the_call(tmp_pat
         "each backward() here, for its bits write it after line 2 instead"
     )
     assert behind.endswith("goes after line 2, before unscale_() and clipping")
+
+
+def test_a_step_without_the_wrapper_says_what_the_wrapper_needs_elsewhere(tmp_path: Path) -> None:
+    body = "task.prepare(broadcast_buffers=not off)\nmodel.eval()\ndistribute_bn(model)\n"
+
+    assert _pages(_port(body + STEP, tmp_path)) == ["buffers", "evaluation", "statistics", "files"]
 
 
 def test_only_a_script_without_no_sync_is_told_that_torch_ddp_averages_in_each_backward(tmp_path: Path) -> None:

@@ -1,0 +1,324 @@
+"""``legacy-ddp port`` of averages by hand: the lines that a call replaces, what is left to the user, the results."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp.debug._port.port import Port, port
+from legacy_ddp.debug._port.script import ScriptError
+from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import assert_same_bits
+
+IMPORT = "from legacy_ddp import all_reduce_gradients\n"
+HEAD = "import torch\nimport torch.distributed as dist\n"
+
+
+def _port(text: str, folder: Path) -> Port:
+    script = folder / "train.py"
+    script.write_text(text)
+    return port(script)
+
+
+def _remarks(found: Port) -> list[tuple[bool, str]]:
+    return [(finding.is_open, finding.text) for finding in found.findings if finding.text]
+
+
+# A step as CleanRL's PPO for several GPUs has it: one flat vector, written back piece by piece.
+FLAT = """
+for x in batches:
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    if args.world_size > 1:
+        parts = []
+        for weight in module.parameters():
+            if weight.grad is not None:
+                parts.append(weight.grad.view(-1))
+        flat = torch.cat(parts)
+        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+        start = 0
+        for weight in module.parameters():
+            if weight.grad is not None:
+                weight.grad.data.copy_(flat[start : start + weight.numel()].view_as(weight.grad.data) / args.world_size)
+                start += weight.numel()
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+    optimizer.step()
+"""
+# As OpenNMT-py has it: a function of its own gets the gradients, and fills a buffer again and again.
+BUFFER = """
+def reduce_and_rescale(tensors, divisor, limit=160):
+    space = tensors[0].new(math.ceil(limit / tensors[0].element_size())).zero_()
+    held = []
+
+    def send():
+        at = 0
+        for tensor in held:
+            space[at : at + tensor.numel()].copy_(tensor.view(-1))
+            at += tensor.numel()
+        torch.distributed.all_reduce(space[:at], async_op=False)
+        space.div_(divisor)
+        at = 0
+        for tensor in held:
+            tensor.view(-1).copy_(space[at : at + tensor.numel()])
+            at += tensor.numel()
+
+    filled = 0
+    for tensor in tensors:
+        needed = tensor.numel() * tensor.element_size()
+        if needed > limit:
+            torch.distributed.all_reduce(tensor, async_op=False)
+            tensor.div_(divisor)
+        elif filled + needed > limit:
+            send()
+            held, filled = [tensor], needed
+        else:
+            held.append(tensor)
+            filled += needed
+    if len(held) > 0:
+        send()
+"""
+HELD = """
+for first, second in zip(batches[::2], batches[1::2]):
+    optimizer.zero_grad(set_to_none=True)
+    for x in (first, second):
+        module(x).sum().backward()
+    grads = [p.grad.data for p in module.parameters() if p.requires_grad and p.grad is not None]
+    reduce_and_rescale(grads, float(args.world_size))
+    optimizer.step()
+"""
+EACH = """
+def average(model):
+    size = float(dist.get_world_size())
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        dist.all_reduce(p.grad.data, op=dist.ReduceOp.SUM)
+        p.grad.data /= size
+
+for x in batches:
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    average(module)
+    optimizer.step()
+"""
+START = f"{HEAD}import math\n\noptimizer = torch.optim.Adam(module.parameters(), lr=0.1)"
+
+
+def _run(rank: int, programs: list[str]) -> list[dict[str, torch.Tensor]]:
+    states = []
+    for program in programs:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        module.register_parameter("unused", nn.Parameter(torch.ones(3)))
+        torch.manual_seed(rank + 1)
+        args = type("Args", (), {"world_size": 2})
+        names: dict[str, Any] = {"module": module, "batches": [torch.randn(3, 5) for _ in range(6)], "args": args}
+        exec(compile(program, "train.py", "exec"), names)
+        states.append(module.state_dict())
+    return states
+
+
+def test_a_ported_average_ends_in_the_bits_of_the_average_by_hand(tmp_path: Path) -> None:
+    theirs = [START + body for body in (FLAT, BUFFER + HELD, EACH)]
+    found = [_port(program, tmp_path) for program in theirs]
+    ours = [one.after for one in found]
+    assert all(one.is_complete for one in found)
+    assert [program.count("all_reduce(") for program in ours] == [0, 2, 0]  # two in the function that is not called
+    assert [program.count("\n") for program in theirs] != [program.count("\n") for program in ours]
+
+    for states in run_ranks(partial(_run, programs=[*theirs, *ours]), 2):
+        for before, after in zip(states, states[len(ours) :], strict=False):
+            assert_same_bits(after, before)
+            assert not torch.equal(before["0.weight"], torch.zeros(8, 5))
+
+
+def test_the_lines_and_the_function_to_delete_are_named(tmp_path: Path) -> None:
+    (flat, held) = (_remarks(_port(START + body, tmp_path)) for body in (FLAT, BUFFER + HELD))
+
+    assert flat == [(False, "lines 10 to 20 reduce gradients by hand; all_reduce_gradients(module) takes their place")]
+    ((is_open, text),) = held
+    assert not is_open
+    assert text.endswith("takes their place; delete reduce_and_rescale() in lines 6 to 35, if nothing else calls it")
+
+
+# Lines of an average, and those in their place.
+REPLACED = {
+    "one loop": (
+        "for p in net.parameters():\n    dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)\nstep()\n",
+        "all_reduce_gradients(net)\nstep()\n",
+    ),
+    "names, a group, and a list of works": (
+        "works = []\nfor name, p in self.net.named_parameters():\n"
+        "    works.append(dist.all_reduce(p.grad, group=self.group, async_op=True))\n"
+        "for work in works:\n    work.wait()\nfor p in self.net.parameters():\n    p.grad.div_(world_size)\n",
+        "all_reduce_gradients(self.net, process_group=self.group)\n",
+    ),
+    "a list of parameters": (
+        "weights = list(chain(a.parameters(), b.parameters()))\n"
+        "flat = torch.cat([p.grad.flatten() for p in weights])\ndist.all_reduce(flat)\nflat /= world_size\n"
+        "for p, part in zip(weights, flat.split([p.numel() for p in weights])):\n    p.grad = part.view_as(p)\n",
+        "weights = list(chain(a.parameters(), b.parameters()))\nall_reduce_gradients(weights)\n",
+    ),
+    "a list with the gradients of a module": (
+        "have = [p for p in net.parameters() if p.grad is not None]\ngrads = [p.grad for p in have]\n"
+        "flat = _flatten_dense_tensors(grads)\ndist.all_reduce(flat)\nflat.div_(dist.get_world_size())\n"
+        "for grad, part in zip(grads, _unflatten_dense_tensors(flat, grads)):\n    grad.copy_(part)\n",
+        "all_reduce_gradients(net)\n",
+    ),
+    "a count that is read later": (
+        "size = dist.get_world_size()\nfor p in net.parameters():\n    dist.all_reduce(p.grad)\n    p.grad /= size\n"
+        "print(size)\n",
+        "size = dist.get_world_size()\nall_reduce_gradients(net)\nprint(size)\n",
+    ),
+    "groups of parameters": (
+        "for group in groups:\n    for p in group['params']:\n        dist.all_reduce(p.grad)\n"
+        "        p.grad /= world_size\n",
+        "for group in groups:\n    all_reduce_gradients(group['params'])\n",
+    ),
+    "a method, and no gradients": (
+        "def f(self):\n    grads = [p.grad for p in self.parameters() if p.grad is not None]\n    if not grads:\n"
+        "        return\n    for grad in grads:\n        dist.all_reduce(grad)\n        grad /= self.world_size\n",
+        "def f(self):\n    all_reduce_gradients(self)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_the_call_takes_the_place_of_the_lines(name: str, tmp_path: Path) -> None:
+    before, after = REPLACED[name]
+
+    assert _port(HEAD + before, tmp_path).after == HEAD + IMPORT + after
+
+
+LOOP = "for p in net.parameters():\n    dist.all_reduce(p.grad)\n"
+# Lines that are no mean, or do something else, and words of the remark.
+DECISIONS = {
+    "a sum": (LOOP, "do not divide by the number of ranks"),
+    "tokens": (f"{LOOP}    p.grad /= tokens\n", "divide or multiply by tokens"),
+    "a mean, and a factor": (LOOP.replace("grad)", "grad, dist.ReduceOp.AVG)") + "    p.grad *= 2\n", "multiply by 2"),
+    "the greatest": (LOOP.replace("grad)", "grad, op=dist.ReduceOp.MAX)"), "another operation than a sum"),
+    "something else": (f"{LOOP}    p.grad /= world_size\n    log(p)\n", "line 6 is about something else"),
+    "a condition": (
+        "for n, p in net.named_parameters():\n    if 'bias' in n:\n        dist.all_reduce(p.grad)\n"
+        "        p.grad /= world_size\n",
+        "under a condition",
+    ),
+    "a condition around a part": (
+        "flat = torch.cat([p.grad.flatten() for p in net.parameters()])\nif world_size > 1:\n"
+        "    dist.all_reduce(flat)\n    flat /= world_size\nvector_to(flat)\nfor p in net.parameters():\n"
+        "    p.grad = flat[: p.numel()].view_as(p)\n",
+        "by hand, ",
+    ),
+    "a value that is read later": (
+        "flat = torch.cat([p.grad.flatten() for p in net.parameters()])\ndist.all_reduce(flat)\nflat /= world_size\n"
+        "for p in net.parameters():\n    p.grad = flat[: p.numel()].view_as(p)\nprint(flat)\n",
+        "other lines read what they compute",
+    ),
+    "a hook": (f"{LOOP}    p.grad /= world_size\nnet.weight.register_hook(f)\n", "goes behind backward()"),
+    "a wrapper of torch DDP": (
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nnet = DDP(net)\n"
+        f"{LOOP}    p.grad /= world_size\nloss.backward()\n",
+        "that torch DDP wraps here",
+    ),
+    "one line": ("for p in net.parameters(): dist.all_reduce(p.grad, dist.ReduceOp.AVG); f()\n", "something else"),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_may_be_no_mean_of_a_module_is_left_to_the_user(name: str, tmp_path: Path) -> None:
+    lines, words = DECISIONS[name]
+
+    found = _port(HEAD + lines, tmp_path)
+
+    assert any(is_open and words in text for is_open, text in _remarks(found)), _remarks(found)
+    assert "all_reduce_gradients" not in found.after
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "norm = torch.stack([p.grad.norm() for p in net.parameters()]).sum()\ndist.all_reduce(norm)\n",
+        "flat = torch.cat([p.grad.flatten() for p in net.parameters()])\ndist.all_reduce(flat)\nlog(flat)\n",
+        "for p in net.parameters():\n    dist.all_reduce(p.data)\n    p.data /= world_size\n    p.grad = None\n",
+        "loss = loss / p.grad.numel()\ndist.all_reduce(loss)\n",
+    ],
+)
+def test_a_collective_about_something_else_is_no_average_of_gradients(lines: str, tmp_path: Path) -> None:
+    with pytest.raises(ScriptError, match="nothing to port"):
+        _port(HEAD + lines, tmp_path)
+
+
+def test_a_name_that_the_script_has_already_is_not_shadowed(tmp_path: Path) -> None:
+    found = _port(
+        f"{HEAD}def all_reduce_gradients(net):\n    for p in net.parameters():\n"
+        "        dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)\n",
+        tmp_path,
+    )
+
+    assert found.after == (
+        f"{HEAD}import legacy_ddp\ndef all_reduce_gradients(net):\n    legacy_ddp.all_reduce_gradients(net)\n"
+    )
+
+
+def test_a_division_before_the_sum_says_that_it_may_round_differently(tmp_path: Path) -> None:
+    lines = "for p in net.parameters():\n    p.grad /= world_size\n    dist.all_reduce(p.grad)\n"
+
+    ((is_open, text),) = _remarks(_port(HEAD + lines, tmp_path))
+
+    assert (is_open, text.rpartition("; ")[2]) == (False, "they divide before the sum, which may round differently")
+
+
+STEP = "from lib.helpers import average_grads, Sharded\nloss.backward()\naverage_grads({})\noptimizer.step()\n"
+HELPER = "import torch.distributed as dist\n\ndef average_grads(grads, count):\n    for g in grads:\n"
+SHARDED = (
+    "import torch.distributed as dist\nfrom torch.optim import Optimizer\n\n\nclass Sharded(Optimizer):\n"
+    "    def step(self):\n"
+    "        for p in self.params:\n            grad = p.grad\n            dist.reduce_scatter_tensor(part, grad)\n"
+)
+
+
+@pytest.mark.parametrize(
+    "helper, argument, is_open, words",
+    [
+        (
+            f"{HELPER}        dist.all_reduce(g)\n        g.div_(count)\n",
+            "[p.grad for p in net.parameters()], world_size",
+            False,
+            "line 3 reduces gradients by hand; all_reduce_gradients(net) takes their place",
+        ),
+        (f"{HELPER}        dist.all_reduce(g)\n", "[p.grad for p in net.parameters()], 1", True, "do not divide"),
+        ("", "net", True, "by its name, average_grads() of another file averages gradients by hand"),
+    ],
+)
+def test_a_function_of_another_file_is_read_or_known_by_its_name(
+    helper: str, argument: str, is_open: bool, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "helpers.py").write_text(helper)
+    (tmp_path / "scripts").mkdir()
+
+    ((found_open, text),) = _remarks(_port(STEP.format(argument), tmp_path / "scripts"))
+
+    assert (found_open, words in text) == (is_open, True), text
+
+
+def test_an_optimizer_that_reduces_is_named_here_and_in_files_behind_those_that_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("from sharded import Sharded\n")
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    step = "from model import build\noptimizer = build()\nloss.backward()\noptimizer.step()\n"
+    words = "the optimizer Sharded reduces gradients by itself"
+
+    ((is_open, there),) = _remarks(_port(step, tmp_path))
+    ((_, here),) = _remarks(_port(SHARDED, tmp_path))
+
+    assert is_open
+    assert there.startswith(f"{words} in sharded.py:9: leave a loop with this optimizer as it is")
+    assert here.startswith(f"{words}: leave")
+
+
+def test_an_optimizer_that_sends_parameters_alone_is_not_one_that_reduces(tmp_path: Path) -> None:
+    with pytest.raises(ScriptError, match="nothing to port"):
+        _port(SHARDED.replace("part, grad", "p, p.data"), tmp_path)
