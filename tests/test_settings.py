@@ -266,7 +266,7 @@ mean: float = record.metrics["loss"] / record.divisor
 Checks("off", uneven="raise", nonfinite="warn", divergence="ignore", same_data="allow", unsynchronized_step="allow")
 LegacyDistributedDataParallel(module, checks="on")
 LegacyDistributedDataParallel(module, transport="nearby")
-LegacyDistributedDataParallel(module).all_reduce(sample_size=1.5)
+LegacyDistributedDataParallel(module).all_reduce(sample_size="3")
 check_replicas(module, what=["weights"])
 Checks("all")
 Checks(uneven="ignore")

@@ -38,7 +38,8 @@ def test_an_argument_of_torch_ddp_that_is_not_here_is_a_type_error_that_names_it
         (
             (),
             {"bufer_size": 1},
-            "has no argument 'bufer_size'; expected one of: buffer_size, checks, gradient_as_bucket_view, ignore, "
+            "has no argument 'bufer_size'; expected one of: absent_gradients, buffer_size, checks, "
+            "gradient_as_bucket_view, ignore, "
             "init_sync, module, process_group, reduce_dtype, reproducible, timeout_seconds, transport, world_size\n",
         ),
         (([0],), {}, "world_size is of the wrong type: got list, .* device_ids are left out"),
