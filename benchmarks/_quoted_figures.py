@@ -49,7 +49,6 @@ FIGURES: Mapping[str, Column] = MappingProxyType(
     {
         "transformer": figure("step_2.json", *_steps("transformer", 1, *_ours("median_ratio"))),
         "transformer, 4": figure("step_2.json", *_steps("transformer", 4, *_ours("median_ratio"))),
-        "small": figure("step_small_2.json", *_steps("small", 1, *_ours("median_ratio"))),
         "small, processor": figure("step_small_2.json", *_steps("small", 1, *_ours("cpu_ratio"))),
         "tiny, views": figure(
             "step_others_2.json", *_steps("tiny", 1, ("ratios", "ours, off / torch DDP, bucket views"))
