@@ -281,19 +281,15 @@ def in_their_places(
     Raises:
         TypeError: two groups, or two sizes of a buffer.
     """
-    if isinstance(world_size, Group):
-        group, last = world_size, process_group
-    elif world_size is None and isinstance(process_group, int):
-        group, last = None, process_group
-    else:
+    if not isinstance(world_size, Group):
         return world_size, process_group, buffer_size  # type: ignore[return-value]  # another type is refused later
-    if last is None:
-        return None, group, buffer_size
-    if isinstance(last, int) and buffer_size == Settings.buffer_size:
-        return None, group, last
+    if process_group is None:
+        return None, world_size, buffer_size
+    if isinstance(process_group, int) and buffer_size == Settings.buffer_size:
+        return None, world_size, process_group
     raise TypeError(
-        f"arguments are given twice: got {world_size!r}, {last!r} and {buffer_size!r} after the module, expected "
-        "process_group and buffer_size once each; pass both by keyword"
+        f"arguments are given twice: got {world_size!r}, {process_group!r} and {buffer_size!r} after the module, "
+        "expected process_group and buffer_size once each; pass both by keyword"
     )
 
 

@@ -34,7 +34,6 @@ def test_arguments_are_taken_in_the_places_of_the_older_and_of_the_newer_class()
     default = 2**28
     assert made(1, other, 7) == made(1, other, buffer_size=7) == (True, 7)  # the older class has world_size
     assert made(other, 7) == made(other, buffer_size=7) == (True, 7)  # and the newer has not
-    assert made(None, 7) == (False, 7)
     assert made(1) == made(None, None) == made(group) == (False, default)
     assert made(1, None, 7) == (False, 7)
     for arguments in ((group, other), (group, 7, 8)):
