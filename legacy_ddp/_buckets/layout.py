@@ -229,8 +229,8 @@ def check_shared(parameters: Sequence[Named], settings: Settings) -> None:
         advice = f"leave them out with ignore=[name for name, parameter in module.named_parameters() if {tests}]"
     raise ValueError(
         f"parameters are marked as those of one rank: got {tests} for {len(marked)} of {len(parameters)} parameters, "
-        f"first {next(iter(marked))!r}, expected parameters that all ranks share; {advice}, and divide their gradients "
-        "after the call as docs/migration.md shows for experts; or delete the attribute, and all ranks share them"
+        f"first {next(iter(marked))!r}, expected parameters that all ranks share; {advice}; docs/migration.md, "
+        "Experts, says who divides their gradients then; or delete the attribute, and all ranks share them"
     )
 
 

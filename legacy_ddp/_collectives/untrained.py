@@ -328,16 +328,17 @@ class ForgottenCall(Check):
 
     def _tell(self) -> None:
         wrapper: Any = self._wrapper()
+        kind = self._policy.module_class
         try:
             rank = wrapper.process_group.rank()
         except (TypeError, ValueError):  # no group, or not any more: the forward goes on
             return
         warn(
             rank,
-            f"the weights have changed {_WRITES} times between forward passes, with gradients of this rank alone, and\n"
-            "no all_reduce() was made (told once): a step by hand, or of an optimizer that holds copies of weights,\n"
-            "uses gradients that no call has reduced; call model.all_reduce() between backward() and that step; steps\n"
-            "meant for this rank alone belong inside no_sync()",
+            f"the weights of the wrapped {kind} have changed {_WRITES} times between forward passes, with\n"
+            "gradients of this rank alone, and its all_reduce() was not called (told once): a step by hand, or of an\n"
+            "optimizer that holds copies of weights, uses gradients that no call has reduced; call all_reduce() of\n"
+            "this wrapper between backward() and that step; steps meant for this rank alone belong inside no_sync()",
             self.section,
             is_everywhere=True,
         )

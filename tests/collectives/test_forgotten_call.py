@@ -163,7 +163,7 @@ def test_a_forgotten_call_is_told_whoever_holds_the_weights() -> None:
     for said in found["loud"]:  # by rank
         for case, texts in said.items():
             assert [text.partition(",")[0] for text in texts] == [
-                "the weights have changed 10 times between forward passes"
+                "the weights of the wrapped Sequential have changed 10 times between forward passes"
             ], (case, texts)
     for said in found["silent"]:
         assert {case: texts for case, texts in said.items() if texts} == {}

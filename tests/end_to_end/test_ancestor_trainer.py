@@ -1,8 +1,8 @@
 """The trainer around the ancestor's class, in its order of work: the same bits here as with the ancestor's rule.
 
 The rule: each rank divides its gradients by the number of ranks, zeros in place of a missing one, and the ranks add
-them up. On three ranks the division comes after the sum here, and so in the restated rule: a division by 3 is rounded.
-In memory that the ranks share they add in the order of the ranks.
+them up, but for those of experts. On three ranks the division comes after the sum here, and so in the restated rule: a
+division by 3 is rounded. In memory that the ranks share they add in the order of the ranks.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Ancestor(nn.Module):
         for parameter in self.module.parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
             if hasattr(parameter, "expert"):
-                parameter.grad = grad / ranks
+                parameter.grad = grad
             elif ranks == 2:
                 grad /= ranks
                 dist.all_reduce(grad, group=self.process_group)
@@ -97,7 +97,7 @@ class Trainer:
             assert hasattr(self.model, "all_reduce_grads")  # a class without it would not be called, in silence
             self.model.all_reduce_grads()
             if isinstance(self.model, LegacyDistributedDataParallel):
-                self.divide_experts()
+                self.fill_experts()
             dist.all_reduce(sizes)
             self.step(dist.get_world_size() / sizes)
 
@@ -124,11 +124,11 @@ class Trainer:
         scores = self.model(tokens[:, :-1], kept, has_expert=has_expert)
         return cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
 
-    def divide_experts(self) -> None:
+    def fill_experts(self) -> None:
+        """``absent_gradients`` leaves out what is ignored."""
         for parameter in self.weights:
-            if hasattr(parameter, "expert"):
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = grad / dist.get_world_size()
+            if hasattr(parameter, "expert") and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def step(self, factor: torch.Tensor) -> None:
         for held, weight in zip(self.held, self.weights, strict=True):
