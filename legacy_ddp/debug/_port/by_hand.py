@@ -282,7 +282,8 @@ class _Search:
         nodes = [node for statement in run for node in ast.walk(statement)]
         sources = self._sources(run)
         source = next(iter(sources)) if len(sources) == 1 else ""
-        source = "" if _bound(run) & {*re.findall(r"\w+", source)} else source
+        if _bound(run) & {*re.findall(r"\w+", source)} or self.script.has_attribute(*_HOOKS):
+            source = ""  # a name that the place of the call does not have
         found = Average(self.call, tuple(run), source, helper=helper if helper in self.script.functions else None)
         if not given and not is_sum(self.script, self.call, self.aliases) and not any(map(self._writes, nodes)):
             rest = [node for node in ast.walk(self.scope) if getattr(node, "lineno", 0) > self.call.lineno]
