@@ -166,12 +166,13 @@ def all_reduce_gradients(
     are not compared.
 
     Args:
-        module_or_params: a module, or parameters of any shapes, in the same order on every rank.
+        module_or_params: a module, or parameters (not their gradients) of any shapes, in the same order on every rank.
         process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
         sample_size, skip, metrics: as for the wrapper.
 
     Raises:
-        As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
+        As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors; ValueError: no
+        tensor of the list requires grad.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)

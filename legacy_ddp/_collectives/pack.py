@@ -302,10 +302,16 @@ def _check_undivided(call: Call, counter: BackwardCounter, plan: Plan, *, is_rep
             f"grad of {name!r} holds the result of an earlier call, and a backward was added to it ({len(added)} of "
             f"{len(plan.parameters)} parameters): sample_size would divide that result again in {call}; expected a "
             "gradient made by backward since the last call; call model.zero_grad() between step() and the next "
-            "backward(), or, to add up micro-batches, make one call per step: put the earlier micro-batches, with "
-            f"their calls, into no_sync(){_unheld(plan.parameters[added[0]])}",
+            f"backward(), or, to add up micro-batches, make one call per step: {_how_to_add_up(call)}"
+            f"{_unheld(plan.parameters[added[0]])}",
             parameter=name,
         )
+
+
+def _how_to_add_up(call: Call) -> str:
+    if call.settings.by_environment:  # of the function, whose module has no no_sync()
+        return "behind the last micro-batch"
+    return "put the earlier micro-batches, with their calls, into no_sync()"
 
 
 def _unheld(parameter: torch.Tensor) -> str:

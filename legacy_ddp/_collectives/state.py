@@ -291,10 +291,17 @@ def _of_parameters(parameters: Sequence[torch.Tensor]) -> Synchronizer:
 
 
 def _tensors(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    parameters = list(given) if isinstance(given, Iterable) else [given]
+    is_single = isinstance(given, torch.Tensor) or not isinstance(given, Iterable)  # a tensor is a row of tensors, too
+    parameters: list[Any] = [given] if is_single else list(given)
     others = [type(parameter).__name__ for parameter in parameters if not isinstance(parameter, torch.Tensor)]
     if others:
-        raise TypeError(f"module_or_params is unusable: got {others[0]}, expected a module or its parameters (tensors)")
+        found = others[0] if is_single else f"{type(given).__name__} with {others[0]}"
+        raise TypeError(f"module_or_params is unusable: got {found}, expected a module or its parameters (tensors)")
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError(
+            f"module_or_params has nothing to train: got {len(parameters)} tensors without requires_grad, such as "
+            "gradients, expected parameters; pass the module, or list(module.parameters())"
+        )
     return parameters
 
 

@@ -15,6 +15,7 @@ from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.cases import Part, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.small_models import error_of
 
 
 def _function(form: str, rank: int) -> tuple[list[object], list[object]]:
@@ -75,9 +76,22 @@ def test_function_with_nothing_to_reduce_does_nothing(rank: int) -> list[int]:
     return [all_reduce_gradients([]).payload_bytes, all_reduce_gradients(nn.ReLU()).payload_bytes]
 
 
-@on_ranks(2, [1, 1])
-def test_function_refuses_what_is_not_a_tensor_and_the_group_stays_usable(rank: int) -> int:
-    numbers: list[Any] = [1.0]
-    with pytest.raises(TypeError, match="expected a module or its parameters"):
-        all_reduce_gradients(numbers)
-    return all_reduce_gradients([nn.Parameter(torch.zeros(2))]).call
+@on_ranks(2, [(1, 0.5)] * 2)
+def test_function_refuses_what_is_no_parameter_and_the_group_stays_usable(rank: int) -> tuple[int, float]:
+    module = nn.Linear(2, 2, bias=False)
+    module(torch.full((1, 2), float(rank))).sum().backward()
+    refused: list[tuple[Any, str]] = [
+        ([1.0], "TypeError: module_or_params is unusable: got list with float, expected a module or its parameters"),
+        ([module], "TypeError: module_or_params is unusable: got list with Linear, expected"),
+        (torch.optim.SGD(module.parameters()), "TypeError: module_or_params is unusable: got SGD, expected"),
+        (
+            [module.weight.grad],
+            "ValueError: module_or_params has nothing to train: got 1 tensors without requires_grad",
+        ),
+        (module.weight.data, "ValueError: module_or_params has nothing to train: got 1 tensors without"),
+    ]
+    for given, text in refused:
+        kind, said = error_of(all_reduce_gradients, given)  # type: ignore[misc]
+        assert f"{kind}: {said}".startswith(text)
+    record = all_reduce_gradients(module.weight)  # type: ignore[arg-type]  # one parameter is no list of its rows
+    return record.call, float(module.weight.grad[0, 0])

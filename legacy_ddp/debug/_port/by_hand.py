@@ -472,7 +472,7 @@ class _Search:
 
     def _kind(self, summary: Sum) -> str:
         """What is computed, if that is no mean over the ranks of one group, or an empty text."""
-        divisors = summary.divisors
+        divisors = [divisor for divisor in summary.divisors if ast.unparse(divisor) not in ("1", "1.0", "float(1)")]
         others = [divisor for divisor in divisors if not _is_count(divisor, _WORLD_SIZE, _COUNT)]
         if len(summary.groups) > 1 or summary.operations not in ({"SUM"}, {"AVG"}):
             return "in several groups, or with another operation than a sum"

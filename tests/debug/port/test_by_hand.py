@@ -197,6 +197,7 @@ LOOP = "for p in net.parameters():\n    dist.all_reduce(p.grad)\n"
 # Lines that are no mean, or do something else, and words of the remark.
 DECISIONS = {
     "a sum": (LOOP, "do not divide by the number of ranks"),
+    "a sum over 1": (f"{LOOP}    p.grad /= float(1)\n", "do not divide by the number of ranks"),
     "tokens": (f"{LOOP}    p.grad /= tokens\n", "divide or multiply by tokens"),
     "a mean, and a factor": (LOOP.replace("grad)", "grad, dist.ReduceOp.AVG)") + "    p.grad *= 2\n", "multiply by 2"),
     "the greatest": (LOOP.replace("grad)", "grad, op=dist.ReduceOp.MAX)"), "another operation than a sum"),
