@@ -34,6 +34,10 @@ record: SyncRecord
 run: Callable[[torch.nn.Module, Batch], torch.Tensor]
 step: int
 tokens: int
+weight: float
+
+class scaler:
+    loss_scale: float
 """
 # What the types of others lack: no mend of a page helps.
 EXCUSED = (
