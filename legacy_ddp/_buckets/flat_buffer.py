@@ -251,10 +251,10 @@ class FlatBuffer:
         A gradient in memory of the script, which is looked for unless ``given`` is None, gets its result there.
         """
         views = self.views
-        self._zeros = frozenset()
+        zeros = frozenset[int]()
         if ZEROS in kinds:
-            self._zeros = frozenset(index for index, kind in enumerate(kinds) if kind == ZEROS)
-            for index in self._zeros:
+            zeros = frozenset(index for index, kind in enumerate(kinds) if kind == ZEROS)
+            for index in zeros:
                 views.tensors[index].zero_()  # the sum left out the slot, so that it may hold anything
             kinds = [DENSE if kind == ZEROS else kind for kind in kinds]
         self._held = self._find_held(parameters, given)
@@ -267,6 +267,7 @@ class FlatBuffer:
                 elif kind == ABSENT:
                     parameter.grad = None
         views.note_result()
+        self._zeros = zeros
         self._result_identities, self._result_versions = [], []
         if not self.as_views or self._held or max(kinds, default=ABSENT) >= SPARSE:
             grads = [parameter.grad for parameter in parameters]

@@ -117,7 +117,8 @@ class Route:
 
 
 def kinds_of_results(call: Call, reduced: Payload) -> Sequence[int]:
-    """The kinds of the gradients that the call leaves: with ``absent_gradients="zeros"`` no dense one is absent.
+    """The kinds of the gradients after the call. ``absent_gradients="zeros"`` turns ABSENT into ZEROS, except for a
+    parameter that has had a sparse gradient.
 
     Every rank makes the zeros itself. The names of sparse gradients belong to the group, whose ranks have made the same
     calls: a rank may have a newer plan than the others, or other sparse gradients from another group.

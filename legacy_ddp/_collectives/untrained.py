@@ -280,7 +280,7 @@ class ForgottenCall(Check):
     def facts(self, step: LocalStep) -> None:  # noqa: ARG002 - any call will do
         if (forwards := self._policy.passes.forwards) > self._usual:
             self._usual = 2 * forwards
-            self._forget()
+            self.forget()
 
     def begin_forward(self, *, is_training: bool) -> None:  # noqa: ARG002 - eval mode may train, too
         if self._policy.passes.forwards > self._usual and self.is_on and self._policy.sync_enabled:
@@ -308,12 +308,12 @@ class ForgottenCall(Check):
             self._idle += 1
             if self._idle == _FORWARDS:
                 self._usual = 2 * self._policy.passes.forwards
-                self._forget()
+                self.forget()
             return
         self._writes, self._idle = self._writes + 1, 0
         if self._writes == _WRITES:
             self.is_on = False
-            self._forget()
+            self.forget()
             self._tell()
 
     def _read(self) -> list[tuple[object, int, torch.Tensor]]:
@@ -323,7 +323,7 @@ class ForgottenCall(Check):
         spread = waiting[:: len(waiting) // _SAMPLED + 1]
         return [(internals.identity(each), internals.version_of(each), _sample(each).clone()) for each in spread]
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self._seen, self._writes, self._idle = [], 0, 0
 
     def _tell(self) -> None:

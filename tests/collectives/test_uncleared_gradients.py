@@ -301,6 +301,7 @@ def test_gradients_of_a_function_are_not_divided_again(*, sparse: bool) -> None:
 
     assert said[0] is not None
     assert "grad of 'weight' holds the result of an earlier call" in said[0][1]
+    assert "no_sync()" not in said[0][1]  # which the module does not have
     assert said[1] is None
     assert table.weight.grad is not None
     assert table.weight.grad.to_dense()[1].tolist() == [0.5, 0.5]

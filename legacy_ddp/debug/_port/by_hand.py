@@ -336,7 +336,7 @@ class _Search:
         return replace(inside, groups=frozenset(groups), divisors=(*outside.divisors, *divisors))
 
     def _run(self) -> list[ast.stmt]:
-        """The statements of one block around the call that only average."""
+        """The statements around the call, in one block, that do nothing but average gradients."""
         for depth in range(len(self.path) - 1, -1, -1):
             block, index = self.path[depth]
             run = self._extended(block, index)
