@@ -1,4 +1,4 @@
-"""Record of a chart, its colours, its axis of steps, and the down-sampling to the size of a screen. Needs bokeh.
+"""Record of a chart, its axis of steps, and the down-sampling to the size of a screen. Needs bokeh.
 
 Bins keep extreme values.
 """
@@ -9,22 +9,14 @@ from functools import cached_property
 from math import gcd
 
 import numpy as np
-from bokeh.models import BasicTickFormatter, CrosshairTool, CustomJS, FixedTicker, Range1d, Span
+from bokeh.models import BasicTickFormatter, CrosshairTool, CustomJS, Range1d, Span
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-# On a phone the borders are narrower, so that a whole chart is seen; its legend is below it.
+# On a phone the borders are narrower, so that a whole chart is seen.
 _FIT_CODE = """
-const narrow = innerWidth < 600
-const [left, right] = borders[narrow ? 1 : 0]
-if (plot.min_border_left == left) return
-requestAnimationFrame(() => {
-  const legends = [...plot.right, ...plot.below].filter(part => part.type == "Legend")
-  const [from, to] = narrow ? ["right", "below"] : ["below", "right"]
-  const others = place => plot[place].filter(part => !legends.includes(part))
-  // All at once: a legend without a place has no view for a moment, which is an error.
-  plot.setv({min_border_left: left, min_border_right: right, [from]: others(from), [to]: [...others(to), ...legends]})
-})
+const [left, right] = innerWidth < 600 ? [116, 84] : [190, 120]
+requestAnimationFrame(() => plot.setv({min_border_left: left, min_border_right: right}))
 """
 
 Floats = NDArray[np.float64]
@@ -37,12 +29,8 @@ MAX_POINTS = 2000
 # The classes from RAMP on are the levels of the colour ramp. FLAGGED: ranks differ, or bits without their norms.
 ABSENT, ZERO, FLAGGED, NONFINITE, RAMP = range(5)
 LEVELS = 200
-LEFT, RIGHT, HEIGHT = 190, 120, 220
-NARROW_LEFT, NARROW_RIGHT = 116, 76
-GREY, BLACK, VERMILLION = "#767676", "#000000", "#d55e00"
-WHITE, LIGHT, SKY = "#ffffff", "#e8e8e8", "#56b4e9"
-BLUES = ("#dbe9f6", "#9dc6e0", "#4a98c9", "#17509a")
-BROWNS = ("#ffe9a8", "#fdae4b", "#d95f0e", "#7f2704")
+_HEIGHT = 220
+_GREY = "#767676"
 
 
 @dataclass(frozen=True)
@@ -235,42 +223,33 @@ class Axis:
     """The axis of steps, shared by all charts: panning and the line at the pointer apply to every chart."""
 
     steps: Range1d
-    pointer: Span = field(default_factory=lambda: Span(dimension="height", line_color=GREY, line_dash="dotted"))
+    pointer: Span = field(default_factory=lambda: Span(dimension="height", line_color=_GREY, line_dash="dotted"))
 
     @staticmethod
     def over(first: float, last: float) -> "Axis":
         return Axis(Range1d(first, last, bounds="auto"))
 
-    def plot(self, y_label: str, height: int = HEIGHT, **more: object) -> figure:
+    def plot(self, y_label: str, height: int = _HEIGHT, **more: object) -> figure:
         plot = figure(
             x_range=self.steps,
             frame_height=height,
             sizing_mode="stretch_width",
             # Equal borders align the steps of all charts.
-            min_border_left=LEFT,
-            min_border_right=RIGHT,
+            min_border_left=190,
+            min_border_right=120,
             tools="pan,box_zoom,wheel_zoom,reset,save",
             active_drag="box_zoom",
             active_scroll=None,
             x_axis_label="step",
             y_axis_label=y_label,
-            background_fill_color="#ffffff",
             toolbar_location="above",
             **more,
         )
-        borders = [[LEFT, RIGHT], [NARROW_LEFT, NARROW_RIGHT]]
-        plot.js_on_change("outer_width", CustomJS(args={"plot": plot, "borders": borders}, code=_FIT_CODE))
+        plot.js_on_change("outer_width", CustomJS(args={"plot": plot}, code=_FIT_CODE))
         plot.add_tools(CrosshairTool(overlay=self.pointer))
         plot.toolbar.logo = None
         plot.xaxis.formatter = BasicTickFormatter(use_scientific=False)
-        if self.steps.end - self.steps.start == 1:  # one step, in the middle
-            plot.xaxis.ticker = FixedTicker(ticks=[self.steps.start + 0.5])
-        else:
-            plot.xaxis.ticker.min_interval, plot.xaxis.ticker.num_minor_ticks = 1, 0
-        plot.grid.grid_line_color = "#e5e5e5"
-        plot.outline_line_color = "#b0b0b0"
-        for axis in plot.axis:
-            axis.axis_label_text_font_style = "normal"
-            axis.axis_label_text_font_size = axis.major_label_text_font_size = "12px"
-            axis.axis_label_text_color = axis.major_label_text_color = "#222222"
+        plot.xaxis.ticker.min_interval, plot.xaxis.ticker.num_minor_ticks = 1, 0
+        plot.axis.axis_label_text_font_style = "normal"
+        plot.axis.axis_label_text_font_size = plot.axis.major_label_text_font_size = "12px"
         return plot

@@ -21,15 +21,8 @@ from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding, O
 from legacy_ddp.debug._diff.text import cause_parts, lines, on_ranks
 from legacy_ddp.debug._operations.describe import at
 from legacy_ddp.debug._page.chart import Axis, Chart, Grid
-from legacy_ddp.debug._page.heatmap import HeatMap, draw_heat_map, parameter_chart, wait_chart
-from legacy_ddp.debug._page.line_charts import (
-    LineChart,
-    draw_line_chart,
-    local_norm_chart,
-    logged_charts,
-    metric_charts,
-    noise_scale_chart,
-)
+from legacy_ddp.debug._page.heatmap import parameter_chart, wait_chart
+from legacy_ddp.debug._page.line_charts import local_norm_chart, logged_charts, metric_charts, noise_scale_chart
 from legacy_ddp.debug._page.series import Series, read_series
 from legacy_ddp.debug._trace.read import Progress
 from legacy_ddp.debug._trace.records import Environment
@@ -166,22 +159,14 @@ def draw_charts(series: Series, labels: Sequence[str]) -> list[Chart]:
     grid = series.parameters.grid if series.parameters.grid.holds(steps) else Grid.of(steps)
     spans = [(item.left, item.last + item.stride / 2) for item in (grid, series.parameters.grid)]
     axis = Axis.over(min(left for left, _ in spans), max(right for _, right in spans))
-    descriptions = [
-        *metric_charts(series.metrics, series.calls, labels),
-        parameter_chart(series),
-        local_norm_chart(series.calls),
-        *(wait_chart(calls, grid, label) for calls, label in zip(series.calls, labels, strict=True)),
-        noise_scale_chart(series.calls, labels),
-        *logged_charts(series.logged, labels),
+    return [
+        *metric_charts(axis, series.metrics, series.calls, labels),
+        parameter_chart(axis, series),
+        local_norm_chart(axis, series.calls, labels),
+        *(wait_chart(axis, calls, grid, label) for calls, label in zip(series.calls, labels, strict=True)),
+        noise_scale_chart(axis, series.calls, labels),
+        *logged_charts(axis, series.logged, labels),
     ]
-    return [draw(axis, item, labels) for item in descriptions]
-
-
-def draw(axis: Axis, description: LineChart | HeatMap | Chart, labels: Sequence[str]) -> Chart:
-    """The chart of a description. A table, or the reason for a missing chart, is a chart already."""
-    if isinstance(description, LineChart):
-        return draw_line_chart(axis, description, labels)
-    return draw_heat_map(axis, description) if isinstance(description, HeatMap) else description
 
 
 def cause_table(causes: Sequence[Cause]) -> Iterator[Chart]:

@@ -1,6 +1,8 @@
-"""Data of a page, read from traces: every file is read once, and only the sections shown are parsed. Needs numpy."""
+"""Data of a page, read from traces, and statistics over the calls. Needs numpy.
 
-from array import array
+Every file is read once, and only the sections shown are parsed.
+"""
+
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,15 +12,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from legacy_ddp.debug._page.calls import CallTable, RankCalls, RankTable, call_table
+from legacy_ddp._statistics import estimate_noise, find_straggler
 from legacy_ddp.debug._page.chart import MAX_ROWS, Bins, Cells, Floats, Grid, Indices
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.records import Names, Section
-from legacy_ddp.debug._trace.run import Run
+from legacy_ddp.debug._trace.run import KILLED, Run
 
 # Phases in which all ranks of a run should hold equal values. A row stands for a parameter and its gradient.
 _PHASES = ("reduced_gradients", "parameters")
 _PREFIXES = ("gradient of ", "parameter ")
+NO_RANK = -1
+# Factor between a rank's gradient norm and the median. Equally drawn batches do not reach it in half of the steps.
+OUTLIER_FACTOR = 1.5
+_MIN_WINDOW, _MAX_WINDOW, _WINDOW_SHARE = 10, 200, 20
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """Values of a run: a row for each rank, a column for each of ``steps``, NaN for no value."""
+
+    steps: NDArray[np.int64]
+    values: Floats
+
+    @property
+    def world_size(self) -> int:
+        return len(self.values)
 
 
 @dataclass(frozen=True)
@@ -30,53 +48,41 @@ class Metric:
     divisors: Floats
 
 
-@dataclass(frozen=True)
-class LoggedText:
-    """The last text that a rank logged under a name."""
-
-    name: str
-    rank: int
-    step: int
-    text: str
-
-
 def read_metrics(trace: RankTrace) -> dict[str, Metric]:
     """All metrics in the trace of a rank; every rank has the same sums."""
-    columns: dict[str, tuple[array[int], array[float], array[float]]] = {}
+    rows: dict[str, list[tuple[int, float, float]]] = {}
     for step in trace.steps:
-        call = trace.call(step)
-        if call is None:
-            continue
-        for name, value in call.metrics.items():
-            steps, sums, divisors = columns.setdefault(name, (array("q"), array("d"), array("d")))
-            steps.append(step)
-            sums.append(value if isfinite(value) else nan)
-            divisors.append(call.divisor or nan)  # 0: no rank took part
-    return {
-        name: Metric(np.array(steps, dtype=np.int64), np.array(sums), np.array(divisors))
-        for name, (steps, sums, divisors) in columns.items()
-    }
+        if call := trace.call(step):
+            for name, value in call.metrics.items():
+                # A divisor of 0: no rank took part.
+                rows.setdefault(name, []).append((step, value if isfinite(value) else nan, call.divisor or nan))
+    tables = {name: np.array(of_name).T for name, of_name in rows.items()}
+    return {name: Metric(steps.astype(np.int64), sums, divisors) for name, (steps, sums, divisors) in tables.items()}
 
 
 class LoggedValues:
-    """The values logged by the ranks of a run. Ranks are added in ascending order."""
+    """The values logged by the ranks of a run. Ranks are added in ascending order.
+
+    ``texts``: of each name the last texts with their steps, and the ranks that logged them.
+    """
 
     def __init__(self) -> None:
-        self.texts: list[LoggedText] = []
+        self.texts: dict[tuple[str, int, str], list[int]] = {}
         self._numbers: dict[str, dict[int, dict[int, float]]] = {}
         self._ranks = 0
 
     def add(self, rank: int, trace: RankTrace) -> None:
-        last: dict[str, LoggedText] = {}
+        last: dict[str, tuple[int, str]] = {}
         self._ranks = rank + 1
         for step, values in trace.logged.items():
             for name, value in values.items():
                 if isinstance(value, str):
-                    last[name] = LoggedText(name, rank, step, value)
+                    last[name] = step, value
                 else:
                     of_rank = self._numbers.setdefault(name, {}).setdefault(rank, {})
                     of_rank[step] = value if isfinite(value) else nan
-        self.texts += last.values()
+        for name, (step, text) in last.items():
+            self.texts.setdefault((name, step, text), []).append(rank)
 
     def tables(self) -> Mapping[str, RankTable]:
         """The numbers by name."""
@@ -241,6 +247,74 @@ def _grid(traces: Sequence[RankTrace]) -> Grid:
 
 
 @dataclass(frozen=True)
+class CallTable:
+    """The recorded calls of a run: a row for each rank, a column for each of ``steps``, NaN for a missing call.
+
+    ``sizes``: items in the rank's gradient, 1 in a plain call, 0 for a rank without a part in the call. ``counted``:
+    ``sizes`` come from ``sample_size``. ``damaged``: the local gradient was not finite. ``waited``: in seconds.
+    ``reduced_norms``: of all parameters together, NaN if not finite. ``ends``: end of each rank's trace, as text.
+    """
+
+    steps: NDArray[np.int64]
+    local_norms: Floats
+    damaged: NDArray[np.bool_]
+    waited: Floats
+    sizes: Floats
+    reduced_norms: Floats
+    counted: bool
+    ends: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.local_norms)
+
+
+class RankCalls:
+    """The recorded calls of one rank. ``columns``: local norms, waits, sizes, and 1 for a damaged gradient, by step."""
+
+    def __init__(self, trace: RankTrace) -> None:
+        rows = []
+        self.counted = False
+        for step in trace.steps:
+            if call := trace.call(step):
+                # The recorded norm leaves non-finite elements out.
+                norm = nan if call.local_norm is None or call.finite is False else call.local_norm
+                size = 1 if call.sample_size is None else call.sample_size
+                rows.append((step, norm, call.seconds_waited, size if call.took_part else 0, call.finite is False))
+                self.counted |= call.sample_size is not None
+        steps, *self.columns = np.array(rows, dtype=np.float64).reshape(-1, 5).T
+        self.steps = steps.astype(np.int64)
+        self.end = _end(trace)
+
+
+def _end(trace: RankTrace) -> str:
+    if trace.damage:
+        return f"damaged: {trace.damage}"
+    if trace.torn:
+        return "last line torn: killed while it wrote"
+    return trace.end or f"no last line: {KILLED}"
+
+
+def call_table(ranks: Sequence[RankCalls], reduced_norms: Mapping[int, float]) -> CallTable:
+    """The calls of all ranks, over the steps of any rank. ``reduced_norms``: by step."""
+    steps = np.unique(np.concatenate([rank.steps for rank in ranks]))
+    tables = np.full((4, len(ranks), len(steps)), np.nan)
+    for row, rank in enumerate(ranks):
+        tables[:, row, np.searchsorted(steps, rank.steps)] = rank.columns
+    local_norms, waited, sizes, damaged = tables
+    return CallTable(
+        steps=steps,
+        local_norms=local_norms,
+        damaged=damaged == 1,
+        waited=waited,
+        sizes=sizes,
+        reduced_norms=np.array([reduced_norms.get(int(step), nan) for step in steps], dtype=np.float64),
+        counted=any(rank.counted for rank in ranks),
+        ends=tuple(rank.end for rank in ranks),
+    )
+
+
+@dataclass(frozen=True)
 class Series:
     """``parameters``: of all runs together. ``calls``: by run. ``every_rank``: all ranks were compared, not only 0.
     ``metrics``, ``logged``: by run.
@@ -283,3 +357,97 @@ def read_series(runs: Sequence[Run], progress: Progress = lambda _: None) -> Ser
                     parameters.add_run_differences(others[0], others[1], drawn=(firsts[0], firsts[1]))
     tables = tuple(call_table(ranks, norms) for ranks, norms in zip(calls, reduced, strict=True))
     return Series(parameters, tables, every_rank, metrics, logged)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank for which the other ranks waited. ``times``: number of steps.
+
+    ``median_seconds`` and ``seconds``: median and sum, over these steps, of the wait of the median other rank.
+    """
+
+    rank: int
+    times: int
+    median_seconds: float
+    seconds: float
+
+
+def stragglers_by_step(waited: Floats) -> tuple[NDArray[np.intp], Floats]:
+    """For each step the rank with the shortest wait, and the difference to the median wait of the other ranks.
+
+    ``NO_RANK`` and NaN for a step without a straggler or with an unknown wait.
+    """
+    ranks = np.full(waited.shape[1], NO_RANK, dtype=np.intp)
+    seconds = np.full(waited.shape[1], np.nan)
+    for column in np.flatnonzero(~np.isnan(waited).any(axis=0)):
+        found = find_straggler(waited[:, column].tolist())
+        if found is not None:
+            ranks[column], seconds[column] = found
+    return ranks, seconds
+
+
+def stragglers(waited: Floats) -> list[Straggler]:
+    """All stragglers, the costliest first."""
+    ranks, seconds = stragglers_by_step(waited)
+    found = []
+    for rank in np.unique(ranks[ranks != NO_RANK]):
+        cost = seconds[ranks == rank]
+        found.append(Straggler(int(rank), len(cost), float(np.median(cost)), float(cost.sum())))
+    return sorted(found, key=lambda item: (-item.seconds, item.rank))
+
+
+def outliers(values: Floats) -> list[int]:
+    """Ranks off the median of all ranks by ``OUTLIER_FACTOR`` in half of the steps with positive values."""
+    known = np.where(values > 0, values, np.nan)
+    known = known[:, ~np.isnan(known).all(axis=0)]
+    distances = np.abs(np.log(known / np.nanmedian(known, axis=0)))
+    rows = [row[~np.isnan(row)] for row in distances]
+    return [rank for rank, row in enumerate(rows) if len(row) and np.median(row) >= np.log(OUTLIER_FACTOR)]
+
+
+def missing_noise_reason(calls: CallTable) -> str:
+    """The reason for a missing noise scale; empty if there is a noise scale."""
+    if calls.world_size < 2:
+        return "it compares ranks, and there is only one"
+    if not len(_estimates(calls)[0]):
+        return "in no step do two ranks that took part, and the reduced gradient, have a finite norm in the trace"
+    return ""
+
+
+def noise_window(steps: int) -> int:
+    """Number of steps to average, of a run with this number of steps."""
+    return min(steps, _MAX_WINDOW, max(_MIN_WINDOW, steps // _WINDOW_SHARE))
+
+
+def noise_scales(calls: CallTable) -> tuple[NDArray[np.int64], Floats, int]:
+    """Steps, the noise scale at each step, and the number of estimates averaged for each.
+
+    Signal and noise are averaged before the division. NaN if an average is not positive.
+    """
+    steps, signal, noise = _estimates(calls)
+    window = noise_window(len(steps))
+    if not window:
+        return steps, signal, 0
+    windows = np.lib.stride_tricks.sliding_window_view
+    mean_signal, mean_noise = windows(signal, window).mean(axis=1), windows(noise, window).mean(axis=1)
+    positive = (mean_signal > 0) & (mean_noise > 0)
+    scales = np.full(len(mean_signal), np.nan)
+    scales[positive] = mean_noise[positive] / mean_signal[positive]
+    return steps[window - 1 :], scales, window
+
+
+def _estimates(calls: CallTable) -> tuple[NDArray[np.int64], Floats, Floats]:
+    """Step, |G|² and tr(Σ), for all steps with an estimate."""
+    found = []
+    for column, step in enumerate(calls.steps):
+        part = calls.sizes[:, column] > 0
+        norms, reduced = calls.local_norms[part, column], calls.reduced_norms[column]
+        known = not np.isnan(calls.sizes[:, column]).any() and not calls.damaged[part, column].any()
+        if known and len(norms) > 1 and not np.isnan(norms).any() and not np.isnan(reduced):
+            sizes = [int(size) for size in calls.sizes[part, column]]
+            estimate = estimate_noise(norms.tolist(), sizes, float(reduced))
+            # The square of a norm above 1e154 overflows float64.
+            if np.isfinite([estimate.squared_norm, estimate.noise]).all():
+                found.append((step, estimate.squared_norm, estimate.noise))
+    table = np.array(found, dtype=np.float64).reshape(-1, 3)
+    return np.array([step for step, _, _ in found], dtype=np.int64), table[:, 1], table[:, 2]

@@ -13,7 +13,6 @@ import pytest
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._diff.result import Comparison, Verdict
-from legacy_ddp.debug._page.heatmap import short_label
 from legacy_ddp.debug._page.page import publish, render, reserved, write_page
 from legacy_ddp.debug._trace.records import RANK_FILE, Environment
 from legacy_ddp.debug._trace.run import Run, open_run
@@ -64,21 +63,6 @@ def _page(*runs: Run, verdict: Verdict = "different", headline: str = "Ranks dif
 
 def _read(*runs: Run, **more: Any) -> _Reader:
     return _Reader(_page(*runs, **more))
-
-
-@pytest.mark.parametrize(
-    "name, more, label",
-    [
-        ("gru.bias_hh_l0", 0, "gru.bias_hh_l0"),
-        ("encoder.layers.37.attention.block.4.weight", 0, "e.l.37.a.b.4.weight"),
-        ("encoder.layers.37.attention.block.4.weight", 12, "…l.37.a.b.4.weight +12"),
-        ("encoder.layers.3.bias", 1, "e.layers.3.bias +1"),
-        ("a_name_that_nobody_could_read", 0, "…hat_nobody_could_read"),
-        ("$$x$$", 0, "$ $x$ $"),
-    ],
-)
-def test_a_long_name_keeps_its_numbers_and_its_end(name: str, more: int, label: str) -> None:
-    assert short_label(name, more) == label
 
 
 @pytest.mark.parametrize("verdict", ["same", "different", "unknown"])
@@ -301,24 +285,6 @@ def test_the_rank_that_the_others_waited_for_is_in_a_table(tmp_path: Path) -> No
     )
 
     assert "rank 2 4 of 4 0.25 1 " in _read(run).text
-
-
-def test_many_ranks_are_a_band_and_those_that_stand_out(tmp_path: Path) -> None:
-    def calls(step: int, rank: int) -> Any:
-        return call_facts(step, rank, local_norm=9.0 if rank == 7 else 1.0, finite=rank != 3)
-
-    text = _read(_run(tmp_path / "a", world_size=13, calls=calls)).text
-
-    assert "has 13 ranks: the band goes from the smallest norm to the largest" in text
-    assert "4 at most: rank 7." in text
-    assert "a rank's own gradient was not finite" in text
-    assert "the band goes" not in _read(_run(tmp_path / "b", world_size=12, steps=2)).text
-
-
-def test_the_noise_scale_says_over_how_many_steps_it_averages(tmp_path: Path) -> None:
-    run = _run(tmp_path / "a", steps=30, calls=lambda step, rank: call_facts(step, rank, local_norm=400.0 + rank))
-
-    assert "both parts of the estimate over 10 recorded steps up to it" in _read(run).text
 
 
 def _write(output: Path, page: str = "<!DOCTYPE html>\n<!-- a report of legacy_ddp -->\n") -> None:
