@@ -12,7 +12,7 @@ from typing import Any
 
 from legacy_ddp import __version__
 from legacy_ddp._errors import TraceError
-from legacy_ddp._text import format_bytes, printable
+from legacy_ddp._text import format_bytes, printable, wrap
 from legacy_ddp.debug._diff import text
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     _escape_unencodable()
     try:
-        given = _parser().parse_args(arguments)
+        given, unknown = _parser().parse_known_args(arguments)
+        if unknown:
+            given.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         status: int = given.command(given)
     except KeyboardInterrupt:
         return _fail("interrupted", _INTERRUPTED)
@@ -104,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--output", type=_path, metavar="FILE", help="write the changed script to a new FILE, too"
     )
     for command, run in ((diff, _diff), (show, _show), (report, _report), (explain, _explain), (porting, _port)):
-        command.set_defaults(command=run)
+        command.set_defaults(command=run, parser=command)  # its usage, where an argument is unknown
     return parser
 
 
@@ -171,7 +173,9 @@ def _port(given: argparse.Namespace) -> int:
         if given.output:
             found.write(given.output)
     except ScriptError as error:
-        return _fail(f"error: {error}")
+        for line in wrap(f"{_NAME}: error: {error}", break_words=False):
+            _note(line)
+        return _UNKNOWN
     if sys.stdout and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # the bytes of the script, in every terminal
     if diff := found.diff():

@@ -11,7 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from legacy_ddp.debug._port.script import Block, Functions, OtherFiles, Scope, Script, called_name, pairs
+from legacy_ddp.debug._port.script import (
+    Block,
+    Functions,
+    OtherFiles,
+    Script,
+    argument,
+    arguments,
+    called_name,
+    nodes_in,
+    pairs,
+    values_given,
+)
 
 # Calls that change the shape of gradients, and no value.
 _SHAPE = {"_flatten_dense_tensors", "_unflatten_dense_tensors", "append", "cat", "clone", "contiguous", "detach"}
@@ -53,7 +64,6 @@ class Average:
 
     @property
     def lines(self) -> str:
-        """For a reader of the script."""
         first, last = self.statements[0].lineno, self.statements[-1].end_lineno
         return f"line {first} reduces" if first == last else f"lines {first} to {last} reduce"
 
@@ -94,7 +104,7 @@ def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
                 name for name in script.bound if "grad" in name and any(at is scope for at, _ in script.bound[name])
             }
             gradients = Gradients(frozenset(given)).of(scope)
-            if any(map(gradients.carries, (*call.args, *(word.value for word in call.keywords)))):
+            if any(map(gradients.carries, values_given(call))):
                 found.setdefault(getattr(home, "name", ""), call)
     return [*found.items()]
 
@@ -204,18 +214,10 @@ def _has_grad(node: ast.AST) -> bool:
 
 
 def summarise(script: Script, nodes: list[ast.AST], gradients: Gradients) -> Sum:
-    """What statements do with gradients."""
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     collectives = [call for call in calls if is_sum(script, call, gradients)]
-    words = [{word.arg: word.value for word in call.keywords} for call in collectives]
-    operations = [
-        word.get("op", call.args[1] if len(call.args) > 1 else None)
-        for word, call in zip(words, collectives, strict=True)
-    ]
-    groups = [
-        word.get("group", call.args[2] if len(call.args) > 2 else None)
-        for word, call in zip(words, collectives, strict=True)
-    ]
+    operations = [argument(call, "op", 1) for call in collectives]
+    groups = [argument(call, "group", 2) for call in collectives]
     divisors = [(node, divisor) for node in nodes for divisor in _divisors(node, gradients)]
     first = min((script.start(call) for call in collectives), default=0)
     return Sum(
@@ -235,10 +237,7 @@ def _values(script: Script, node: ast.expr) -> list[ast.expr]:
 
 
 def is_sum(script: Script, call: ast.Call, gradients: Gradients) -> bool:
-    """Whether a call is a collective over gradients."""
-    values = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "tensor")]
-    is_collective = script.dotted(call.func) == "torch.distributed.all_reduce"
-    return is_collective and any(map(gradients.carries, values))
+    return script.dotted(call.func) == "torch.distributed.all_reduce" and gradients.carries(argument(call, "tensor", 0))
 
 
 def _is_written(node: ast.AST, gradients: Gradients, aliases: Gradients) -> bool:
@@ -279,7 +278,7 @@ class _Search:
         if not given and not is_sum(self.script, self.call, self.gradients):
             return None
         run = self._run()
-        nodes = [node for statement in run for node in ast.walk(statement)]
+        nodes = nodes_in(run)
         sources = self._sources(run)
         source = next(iter(sources)) if len(sources) == 1 else ""
         if _bound(run) & {*re.findall(r"\w+", source)} or self.script.has_attribute(*_HOOKS):
@@ -303,15 +302,15 @@ class _Search:
 
     def _helper(self) -> tuple[ast.AST | None, set[str]]:
         """The function of the call, and its parameters that get gradients and are summed up in it."""
-        name, values = called_name(self.call), [*self.call.args, *(word.value for word in self.call.keywords)]
-        if name in _PLAIN | _SHAPE or not any(map(self.gradients.carries, values)):
+        name = called_name(self.call)
+        if name in _PLAIN | _SHAPE or not any(map(self.gradients.carries, values_given(self.call))):
             return None, set()
         script = self._script_of_helper()
         functions = [function for function in script.functions if function.name == name]
         if len(functions) != 1:
             return None, set()
         (function,) = functions
-        given = {name for name, value in _arguments(function, self.call).items() if self.gradients.carries(value)}
+        given = {name for name, value in arguments(function, self.call).items() if self.gradients.carries(value)}
         gradients, aliases = (
             Gradients(frozenset(given)).of(function),
             replace(_ALIASES, names=frozenset(given)).of(function),
@@ -330,9 +329,9 @@ class _Search:
         """The sum of a function, with the arguments of this call in the place of its parameters."""
         script = self._script_of_helper()
         inside = summarise(script, [*ast.walk(function)], Gradients(frozenset(given)).of(function))
-        arguments = _arguments(function, self.call)
-        divisors = [arguments.get(ast.unparse(divisor), divisor) for divisor in inside.divisors]
-        groups = [ast.unparse(arguments[group]) if group in arguments else group for group in inside.groups]
+        values = arguments(function, self.call)
+        divisors = [values.get(ast.unparse(divisor), divisor) for divisor in inside.divisors]
+        groups = [ast.unparse(values[group]) if group in values else group for group in inside.groups]
         return replace(inside, groups=frozenset(groups), divisors=(*outside.divisors, *divisors))
 
     def _run(self) -> list[ast.stmt]:
@@ -395,22 +394,18 @@ class _Search:
         made, loaded = _bound(run), _loaded(run)
         around = [node for node in self.script.ancestors(run[0]) if isinstance(node, ast.For)]
         of_loops = {target.id for loop in around for target, _ in _items(loop) if isinstance(target, ast.Name)}
-        roots = {
-            _root(node) for at in run for node in ast.walk(at) if isinstance(node, ast.Attribute) and _has_grad(node)
-        }
+        roots = {_root(node) for node in nodes_in(run) if isinstance(node, ast.Attribute) and _has_grad(node)}
         return bool(((loaded & self.gradients.names) - made) | ((roots & of_loops) - made))
 
     def _is_about_grad(self, test: ast.expr) -> bool:
-        """Whether a condition asks for the presence of gradients alone."""
         attributes = [node for node in ast.walk(test) if isinstance(node, ast.Attribute)]
-        owners = {_root(node) for node in attributes if node.attr in ("grad", "requires_grad")}
-        calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
-        others = {node.id for node in ast.walk(test) if isinstance(node, ast.Name) and node not in calls}
-        is_plain = all(called_name(node) == "len" for node in ast.walk(test) if isinstance(node, ast.Call))
+        calls = [node for node in ast.walk(test) if isinstance(node, ast.Call)]
+        functions = [call.func for call in calls]
+        names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name) and node not in functions}
         return (
-            is_plain
-            and others <= owners | self.gradients.names
-            and len(attributes) == len([node for node in attributes if node.attr in ("grad", "requires_grad")])
+            all(called_name(call) == "len" for call in calls)
+            and all(node.attr in ("grad", "requires_grad") for node in attributes)
+            and names <= {*map(_root, attributes)} | self.gradients.names
         )
 
     def _writes(self, node: ast.AST) -> bool:
@@ -419,21 +414,21 @@ class _Search:
     def _sources(self, run: list[ast.stmt]) -> set[str]:
         """The modules, or lists of parameters, whose ``.grad`` the lines use. An empty text: not known."""
         found = set()
-        for node in (node for statement in run for node in ast.walk(statement)):
+        for node in nodes_in(run):
             if isinstance(node, ast.Attribute) and node.attr == "grad":
                 found.add(self._source(node.value) if isinstance(node.value, ast.Name) else "")
         return found
 
     def _source(self, name: ast.Name) -> str:
-        node: ast.AST = name
-        while not isinstance(node := self.script.parent(node), Scope):
-            loops = node.generators if isinstance(node, ast.ListComp | ast.GeneratorExp) else [node]
-            for loop in loops:
-                if isinstance(loop, _LOOPS):
-                    for target, value in _items(loop):
-                        if isinstance(target, ast.Name) and target.id == name.id:
-                            return self._text(value)
+        for target, value in (item for loop in self._loops_around(name) for item in _items(loop)):
+            if isinstance(target, ast.Name) and target.id == name.id:
+                return self._text(value)
         return ""
+
+    def _loops_around(self, node: ast.AST) -> Iterator[ast.For | ast.comprehension]:
+        """The loops around a node, inner ones first, also those of lists."""
+        for around in self.script.ancestors(node):
+            yield from (loop for loop in getattr(around, "generators", [around]) if isinstance(loop, _LOOPS))
 
     def _text(self, value: ast.expr) -> str:
         """A module in the place of its parameters; else the expression."""
@@ -449,12 +444,10 @@ class _Search:
         return ast.unparse(value)
 
     def _is_filter(self, value: ast.ListComp) -> bool:
-        """Whether a list has the parameters that have, or can have, a gradient."""
         (loop, *others), element = value.generators, ast.unparse(value.elt)
         return not others and element == ast.unparse(loop.target) and all(map(self._is_about_grad, loop.ifs))
 
     def _problem(self, run: list[ast.stmt], nodes: list[ast.AST], source: str) -> str:
-        """Why the lines cannot be replaced, or an empty text."""
         tests = [node.test for node in nodes if isinstance(node, ast.If)]
         tests += [test for node in nodes if isinstance(node, ast.comprehension) for test in node.ifs]
         made = _bound(run)
@@ -491,7 +484,7 @@ class _Search:
     def _others(self, run: list[ast.stmt]) -> str:
         """The first statement in the lines, or behind them, that does something else."""
         block, _ = self.script.path(run[-1])[-1]
-        inside = [node for at in run for node in ast.walk(at) if isinstance(node, ast.stmt)]
+        inside = [node for node in nodes_in(run) if isinstance(node, ast.stmt)]
         others = [at for at in [*inside, *block[block.index(run[-1]) + 1 :]] if not self._is_plain(at)]
         for at in others:
             if not any(node in others for node in ast.walk(at) if node is not at):
@@ -500,7 +493,7 @@ class _Search:
 
     def _read_elsewhere(self, made: set[str], run: list[ast.stmt]) -> bool:
         """Whether other lines of the function read a value that these lines make."""
-        inside = {node for statement in run for node in ast.walk(statement)}
+        inside = {*nodes_in(run)}
         begin, end = self.script.start(run[0]), self.script.end(run[-1])
         names = [node for node in ast.walk(self.scope) if isinstance(node, ast.Name) and node not in inside]
         stores = [node for node in names if not isinstance(node.ctx, ast.Load)]
@@ -513,30 +506,14 @@ class _Search:
         return False
 
     def _is_of_loop(self, name: ast.Name) -> bool:
-        node: ast.AST = name
-        while not isinstance(node := self.script.parent(node), Scope):
-            loops = getattr(node, "generators", [node])
-            targets = [loop.target for loop in loops if isinstance(loop, _LOOPS)]
-            if any(at.id == name.id for target in targets for at in ast.walk(target) if isinstance(at, ast.Name)):
-                return True
-        return False
+        targets = nodes_in(loop.target for loop in self._loops_around(name))
+        return any(isinstance(at, ast.Name) and at.id == name.id for at in targets)
 
 
 def _is_count(divisor: ast.expr, *patterns: re.Pattern[str]) -> bool:
-    """Whether a divisor has one of these names."""
     if isinstance(divisor, ast.Call) and called_name(divisor) in _METHODS_THAT_CAST and len(divisor.args) == 1:
         return _is_count(divisor.args[0], *patterns)
     return any(pattern.fullmatch(ast.unparse(divisor)) for pattern in patterns)
-
-
-def _arguments(function: ast.AST, call: ast.Call) -> dict[str, ast.expr]:
-    """The arguments of a call by the names of the parameters."""
-    if not isinstance(function, Functions):
-        return {}
-    names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-    is_method = names[:1] == ["self"] and isinstance(call.func, ast.Attribute)
-    found = dict(zip(names[is_method:], call.args, strict=False))
-    return found | {word.arg: word.value for word in call.keywords if word.arg}
 
 
 def _is_item(node: ast.expr) -> bool:
@@ -547,26 +524,34 @@ def _is_item(node: ast.expr) -> bool:
 
 
 def _bound(statements: list[ast.stmt]) -> set[str]:
-    """The variables that statements assign."""
-    nodes = [node for at in statements for node in ast.walk(at)]
-    changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
-    names = [node for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)]
-    return {node.id for node in names if node not in changed}
+    return _names(statements)[0]
 
 
 def _loaded(statements: list[ast.stmt]) -> set[str]:
-    nodes = [node for at in statements for node in ast.walk(at)]
+    return _names(statements)[1]
+
+
+def _names(statements: list[ast.stmt]) -> tuple[set[str], set[str]]:
+    """The variables that statements assign, and those that they read; ``a += 1`` counts as reading."""
+    nodes = nodes_in(statements)
     changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    return {node.id for node in names if isinstance(node.ctx, ast.Load) or node in changed}
+    bound: set[str] = set()
+    loaded: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            (loaded if isinstance(node.ctx, ast.Load) or node in changed else bound).add(node.id)
+    return bound, loaded
 
 
 def _mutated(statements: list[ast.stmt]) -> set[str]:
     """The variables that statements append to, or write into."""
     found = set()
-    for node in (node for at in statements for node in ast.walk(at)):
+    for node in nodes_in(statements):
+        written: ast.expr | None = None
         if isinstance(node, ast.AugAssign):
-            found.add("" if _has_grad(node.target) else _root(node.target))
+            written = node.target
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and called_name(node) in _WRITERS:
-            found.add("" if _has_grad(node.func.value) else _root(node.func.value))
+            written = node.func.value
+        if written is not None and not _has_grad(written):
+            found.add(_root(written))
     return found - {""}

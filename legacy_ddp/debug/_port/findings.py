@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from legacy_ddp.debug._port.by_hand import Average, find_averages, reducing_optimizers, unknown_helpers
 from legacy_ddp.debug._port.script import Edit, OtherFiles, Script, UnclearError, called_name
 from legacy_ddp.debug._port.steps import (
+    LOOPS,
     Place,
     Step,
+    Wrappers,
     earlier,
     find_steps,
     optimizer_of,
@@ -17,7 +19,6 @@ from legacy_ddp.debug._port.steps import (
     readers,
     statements_of_one_block,
 )
-from legacy_ddp.debug._port.wrappers import LOOPS, Wrappers
 
 _OURS = "LegacyDistributedDataParallel"
 _IMPORT = f"from legacy_ddp import {_OURS}"
@@ -126,7 +127,6 @@ def find(script: Script, others: OtherFiles) -> list[Finding]:
 
 
 def _on_averages(wrappers: Wrappers, averages: list[Average]) -> Iterator[Finding]:
-    """The averages by hand, each with the call in its place where the text shows what it computes."""
     script, is_taken = wrappers.script, wrappers.script.is_bound(_FUNCTION, "legacy_ddp")
     function, line = (f"legacy_ddp.{_FUNCTION}", "import legacy_ddp") if is_taken else (_FUNCTION, "")
     is_new = True
@@ -183,7 +183,6 @@ def _text_of_optimizer(name: str, call: ast.Call, file: str) -> str:
 
 
 def _on_unknown_helpers(script: Script) -> Iterator[Finding]:
-    """The functions of other files that seem to average by hand."""
     for call in unknown_helpers(script):
         name, owner = called_name(call), ast.unparse(call.func).rpartition(".")[0]
         source = ast.unparse(call.args[0]) if call.args else owner or "module"
@@ -196,7 +195,6 @@ def _on_unknown_helpers(script: Script) -> Iterator[Finding]:
 
 
 def _on_class(wrappers: Wrappers) -> Iterator[Finding]:
-    """The imports of the class, and the places that name it."""
     script, edits = wrappers.script, [*_class_edits(wrappers)]
     constructors = [call.func for call in wrappers.made]
     for use in wrappers.uses:
@@ -252,7 +250,6 @@ def _import_edits(script: Script, node: ast.ImportFrom, alias: ast.alias, name: 
 
 
 def _new_import(script: Script, line: str) -> Edit:
-    """After the first imports of the module, or after its docstring."""
     body = script.tree.body
     count = int(ast.get_docstring(script.tree) is not None)
     while count < len(body) and isinstance(body[count], ast.Import | ast.ImportFrom):
@@ -261,7 +258,6 @@ def _new_import(script: Script, line: str) -> Edit:
 
 
 def _is_type(script: Script, node: ast.AST) -> bool:
-    """Whether the class stands in an annotation, in a comparison, or in ``isinstance()``."""
     parent = script.parent(node)
     if isinstance(parent, ast.Tuple | ast.Subscript | ast.BinOp):
         return _is_type(script, parent)
@@ -347,7 +343,6 @@ def _line_that_moves(wrappers: Wrappers) -> int:
 
 
 def _on_steps(wrappers: Wrappers) -> Iterator[Finding]:
-    """The call in each training step."""
     script, steps = wrappers.script, find_steps(wrappers.script)
     for step in steps:
         yield from _on_step(wrappers, step)
@@ -440,7 +435,6 @@ def _averages_in_each(script: Script) -> bool:
 
 
 def _on_clipping(script: Script, step: Step) -> Iterator[Finding]:
-    """The calls that clip gradients which the GradScaler has scaled and not unscaled."""
     calls = [node for node in readers(step.scope) if isinstance(node, ast.Call)]
     is_scaled = any(".scale(" in ast.unparse(call) for call in step.backwards)
     if is_scaled and "unscale_" not in [*map(called_name, calls)]:
@@ -454,13 +448,11 @@ def _on_clipping(script: Script, step: Step) -> Iterator[Finding]:
 
 
 def _indent(script: Script) -> str:
-    """One level of indentation, as the script has it first."""
     found = re.search(r":[ \t]*(?:#.*)?\r?\n(\t| {2,4})\S", script.text)
     return found[1] if found else "    "
 
 
 def _on_settings(wrappers: Wrappers) -> Iterator[Finding]:
-    """Assignments that are an AttributeError here."""
     script, steps = wrappers.script, find_steps(wrappers.script)
     places = [place_of(script, step) for step in steps if wrappers.of_step(step)]
     for node in script.nodes:
@@ -475,7 +467,6 @@ def _on_settings(wrappers: Wrappers) -> Iterator[Finding]:
 
 
 def _on_batch_norm(wrappers: Wrappers) -> Iterator[Finding]:
-    """The first BatchNorm of the script."""
     script = wrappers.script
     for node in script.nodes:
         if re.fullmatch(r"torch\.nn\.(\w+\.)*(Lazy)?BatchNorm\dd", script.dotted(node)):

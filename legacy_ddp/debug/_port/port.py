@@ -40,14 +40,13 @@ class Port:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to decide."""
         return not any(finding.is_open for finding in self.findings)
 
     def diff(self) -> str:
         """A unified diff that ``patch`` and ``git apply`` read. It is empty if nothing changes."""
         name = os.path.relpath(self.path)
-        if name.split(os.sep)[0] == "..":
-            name = str(self.path.absolute()).lstrip("/")
+        if name.split(os.sep)[0] == "..":  # `patch` takes no path with ".."
+            name = str(self.path.parent.resolve() / self.path.name).lstrip("/")
         end = "\t" if " " in name else ""  # as git writes it: otherwise the name ends at the space
         found = difflib.unified_diff(
             _lines(self.before), _lines(self.after), f"a/{printable(name)}{end}", f"b/{printable(name)}{end}"
@@ -86,8 +85,7 @@ class Port:
         return [*found, _ON_SITE] if found else []
 
 
-def _lines(text: str) -> list[str]:
-    """Lines as ``patch`` counts: only a line feed ends a line."""
+def _lines(text: str) -> list[str]:  # as `patch` counts: only a line feed ends a line
     return [f"{line}\n" for line in text.split("\n")[:-1]] + ([last] if (last := text.rpartition("\n")[2]) else [])
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -76,18 +76,15 @@ class Script:
         self.bound = self._bound_names()
 
     def start(self, node: Located) -> int:
-        """The position of its first character."""
         return self._position(node.lineno, node.col_offset)
 
     def end(self, node: Located) -> int:
-        """The position behind its last character."""
         return self._position(node.end_lineno or node.lineno, node.end_col_offset or 0)
 
     def _position(self, line: int, column: int) -> int:
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())  # columns are bytes
 
     def parent(self, node: ast.AST) -> ast.AST:
-        """The node that holds a node."""
         return self._parents[node]
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -119,23 +116,18 @@ class Script:
         return self.imports.get(node.id, "") if isinstance(node, ast.Name) else ""
 
     def has_attribute(self, *names: str) -> bool:
-        """Whether the script reads or sets an attribute of one of these names."""
         return any(getattr(node, "attr", "") in names for node in self.nodes)
 
     def is_ddp(self, node: ast.AST) -> bool:
-        """Whether an expression is torch's class."""
         return self.dotted(node) in _CLASSES
 
     def is_optimizer_class(self, node: ast.expr) -> bool:
-        """Whether an expression is a class of optimizers, by its name."""
         return bool(_OPTIMIZER_CLASS.fullmatch(self.dotted(node) or ast.unparse(node)))
 
     def is_ddp_import(self, node: ast.ImportFrom, alias: ast.alias) -> bool:
-        """Whether an import gives torch's class a name."""
         return f"{node.module}.{alias.name}" in _CLASSES
 
     def _imported_names(self) -> Iterator[tuple[str, str]]:
-        """The variable of each import, and the full name of its value."""
         for node, alias in self.imported_from:
             yield alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}"
         for alias in (alias for node in self.nodes if isinstance(node, ast.Import) for alias in node.names):
@@ -179,15 +171,10 @@ class Script:
         return names
 
     def replacement(self, node: Located, text: str) -> Edit:
-        """The edit that replaces a node by ``text``."""
         return Edit(self.start(node), self.end(node), text)
 
     def insertion(self, statement: ast.stmt, lines: list[str], *, is_before: bool) -> Edit:
-        """The edit that writes ``lines`` before or after a statement, with its indentation.
-
-        Raises:
-            UnclearError: the statement shares its lines with others.
-        """
+        """The edit that writes ``lines`` before or after a statement, with its indentation."""
         first, last = statement.lineno, statement.end_lineno or statement.lineno
         if self._has_code_before(statement) or (not is_before and self._has_code_behind(statement)):
             what = "; ".join(line.strip() for line in lines)
@@ -206,7 +193,6 @@ class Script:
         return goes_on or bool(self.text[self._starts[line - 1] : self.start(statement)].strip())
 
     def _has_code_behind(self, statement: ast.stmt) -> bool:
-        """Whether other code, and not only a comment, stands behind a statement in its last line."""
         end = self._starts[statement.end_lineno or statement.lineno]
         return not re.fullmatch(r"(#.*)?", self.text[self.end(statement) : end].strip())
 
@@ -231,21 +217,13 @@ class Script:
         return not node.orelse and not is_branch and not any(isinstance(at, ast.Call) for at in ast.walk(node.test))
 
     def block_replacement(self, first: ast.stmt, last: ast.stmt, text: str) -> Edit:
-        """The edit that writes a line in the place of the statements of one block.
-
-        Raises:
-            UnclearError: the statements share their lines with others.
-        """
+        """The edit that writes a line in the place of the statements of one block."""
         if self._has_code_before(first) or self._has_code_behind(last):
             raise UnclearError(first.lineno, f"this line has other code, too: write {text} by hand")
         return Edit(self.start(first), self.end(last), text)
 
     def item_removal(self, node: Located) -> Edit:
-        """The edit that removes an argument of a call or a name of an import, its comma, and a line left empty.
-
-        Raises:
-            UnclearError: something else than a comma is around it, such as parentheses of its own.
-        """
+        """The edit that removes an argument of a call or a name of an import, its comma, and a line left empty."""
         start, end = self.start(node), self.end(node)
         line = self.text[self._starts[node.lineno - 1] : start]
         before, after = _BEFORE_ITEM.search(line), _AFTER_ITEM.match(self.text, end)
@@ -256,8 +234,7 @@ class Script:
         rest = None if line.strip() else _REST_OF_LINE.match(self.text, after.end())
         return Edit(self._starts[node.lineno - 1], rest.end(), "") if rest else Edit(start, after.end(), "")
 
-    def _newline(self, line: int) -> str:
-        """The characters that end a line, or the first line if this is the last one."""
+    def _newline(self, line: int) -> str:  # of the first line, if this is the last one
         for text in (self._lines[line - 1], self._lines[0]):
             if newline := text[len(text.rstrip("\r\n")) :]:
                 return newline
@@ -281,7 +258,6 @@ class OtherFiles:
         self._scripts: dict[Path | None, Script | None] = {None: None}
 
     def files(self, script: Script) -> list[Path]:
-        """The files of the modules that a script imports."""
         plain = [alias.name for node in script.nodes if isinstance(node, ast.Import) for alias in node.names]
         found = [file for name in [*plain, *script.imports.values()] for file in self._files(name)]
         return [*dict.fromkeys(found)]
@@ -300,7 +276,6 @@ class OtherFiles:
         return self.read(next(iter(self._files(module)), None))
 
     def read(self, file: Path | None) -> Script | None:
-        """The script of a file; None if it is no script."""
         if file not in self._scripts:
             try:
                 self._scripts[file] = Script(file.read_text(encoding="utf-8")) if file else None
@@ -318,6 +293,28 @@ class OtherFiles:
 def called_name(call: ast.Call) -> str:
     """The last part of the name of the function, or an empty text."""
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def values_given(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(word.value for word in call.keywords)]
+
+
+def argument(call: ast.Call, name: str, place: int) -> ast.expr | None:
+    named = [word.value for word in call.keywords if word.arg == name]
+    return named[0] if named else call.args[place] if len(call.args) > place else None
+
+
+def arguments(function: ast.AST, call: ast.Call) -> dict[str, ast.expr]:
+    if not isinstance(function, Functions):
+        return {}
+    names = [parameter.arg for parameter in (*function.args.posonlyargs, *function.args.args)]
+    is_method = names[:1] in (["self"], ["cls"]) and isinstance(call.func, ast.Attribute)
+    found = dict(zip(names[is_method:], call.args, strict=False))
+    return found | {word.arg: word.value for word in call.keywords if word.arg}
+
+
+def nodes_in(statements: Iterable[ast.AST]) -> list[ast.AST]:
+    return [node for statement in statements for node in ast.walk(statement)]
 
 
 def pairs(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -98,7 +98,7 @@ def test_an_output_file_has_the_ported_script_and_no_file_is_overwritten(
 
     assert ported == port(script).after.encode()
     assert b"\r\n" in ported
-    assert f"error: {script} exists, and is not overwritten" in capsys.readouterr().err
+    assert f"error: {script} exists, and is not overwritten" in " ".join(capsys.readouterr().err.split())
     assert b"all_reduce" not in script.read_bytes()
 
 
@@ -153,7 +153,7 @@ def test_a_file_with_the_step_alone_has_questions_and_no_diff(
         (None, "No such file or directory"),
     ],
 )
-def test_what_cannot_be_ported_is_one_line_of_error(
+def test_what_cannot_be_ported_is_an_error(
     text: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "train.py"
@@ -163,9 +163,32 @@ def test_what_cannot_be_ported_is_one_line_of_error(
     assert main(["port", str(script)]) == 2
 
     captured = capsys.readouterr()
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
-    assert captured.err.startswith(f"legacy-ddp: error: {script}")
-    assert words in captured.err
+    assert captured.out == ""
+    assert " ".join(captured.err.split()).startswith(f"legacy-ddp: error: {script}")
+    assert words in " ".join(captured.err.split())
+
+
+def test_a_long_error_has_lines_of_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text("import torch\n")
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["port", "train.py"]) == 2
+
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 80
+
+
+def test_two_scripts_are_an_error_with_the_usage_of_port(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["port", "a.py", "b.py"])
+
+    captured = capsys.readouterr().err
+    assert raised.value.code == 2
+    assert captured.startswith("usage: legacy-ddp port ")
+    assert captured.endswith("legacy-ddp port: error: unrecognized arguments: b.py\n")
 
 
 def test_a_script_without_ddp_names_the_files_that_it_imports(
@@ -178,7 +201,8 @@ def test_a_script_without_ddp_names_the_files_that_it_imports(
     script.write_text("import torch, data.text as text\nfrom trainer import Trainer\nfrom .data import load\n")
 
     assert main(["port", str(script)]) == 2
-    assert capsys.readouterr().err.endswith("port that file: data/text.py, data/__init__.py, trainer.py\n")
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.endswith("port that file: data/text.py, data/__init__.py, trainer.py")
 
 
 def test_a_notebook_is_refused_with_the_command_that_makes_a_script_of_it(
@@ -188,7 +212,8 @@ def test_a_notebook_is_refused_with_the_command_that_makes_a_script_of_it(
     notebook.write_text('{"cells": [], "nbformat": 4}')  # Python, too
 
     assert main(["port", str(notebook)]) == 2
-    assert f"is a notebook; jupyter nbconvert --to script {notebook} makes a script of it" in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"is a notebook; jupyter nbconvert --to script {notebook} makes a script of it" in told
 
 
 @pytest.mark.parametrize("command", [["patch", "--binary", "-p1"], ["git", "apply"]], ids=["patch", "git"])
@@ -208,14 +233,22 @@ def test_the_diff_applies(command: list[str], end: str, tmp_path: Path, monkeypa
     assert script.read_bytes() == found.after.encode() != before
 
 
-def test_the_diff_of_a_script_in_another_folder_applies_as_the_help_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", ["{}/train.py", "../out/train.py"])
+def test_the_diff_of_a_script_in_another_folder_applies_as_the_help_says(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if shutil.which("patch") is None:
         pytest.skip("needs the program patch")
-    found = _port(f"{HEAD}loss.backward()\noptimizer.step()\n", tmp_path)
+    here, there = tmp_path / "here", tmp_path / "out"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    (there / "train.py").write_text(f"{HEAD}loss.backward()\noptimizer.step()\n")
+    found = port(Path(given.format(there)))
 
     subprocess.run(["patch", "-p1", "-d", "/"], input=found.diff().encode(), check=True)
 
-    assert (tmp_path / "train.py").read_text() == found.after
+    assert (there / "train.py").read_text() == found.after
 
 
 def test_the_diff_has_the_bytes_of_the_script_in_every_terminal(
