@@ -120,11 +120,7 @@ def _describe(
     details: int,
     raises: bool,
 ) -> dict[str, str]:
-    """The arguments that must be equal on all ranks, as text.
-
-    Raises:
-        TypeError, ValueError: an unusable argument.
-    """
+    """The arguments that must be equal on all ranks, as text."""
     if unknown := sorted(set(wanted) - set(EVERYTHING)):
         raise ValueError(f"what is unknown: got {unknown}, expected some of {EVERYTHING}")
     if not wanted or (wanted == {"optimizer"} and not optimizers):

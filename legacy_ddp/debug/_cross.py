@@ -27,12 +27,18 @@ from legacy_ddp._transport.rows import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
 from legacy_ddp.debug._cross_check.batch import classes_in, pack
-from legacy_ddp.debug._cross_check.explain import RankSettings, differing_settings, report_of, settings_of
-from legacy_ddp.debug._cross_check.locate import locate
-from legacy_ddp.debug._cross_check.run import Passes, Run, held_modules, held_statistics, held_values
-from legacy_ddp.debug._cross_check.saved_state import generator_states, state_set_aside
-from legacy_ddp.debug._cross_check.trial import run_ring, try_batch
-from legacy_ddp.debug._cross_check.verdict import CrossCheckReport, choose_batch, differing_batches
+from legacy_ddp.debug._cross_check.run import (
+    Passes,
+    Run,
+    generator_states,
+    held_modules,
+    held_statistics,
+    held_values,
+    state_set_aside,
+)
+from legacy_ddp.debug._cross_check.settings import RankSettings, differing_settings, settings_of
+from legacy_ddp.debug._cross_check.trial import locate, run_ring, try_batch
+from legacy_ddp.debug._cross_check.verdict import CrossCheckReport, choose_batch, differing_batches, report_of
 
 MAX_BYTES = 2**30
 _LAYOUT_ADVICE = (
@@ -194,11 +200,7 @@ class CrossCheck:
 
 @dataclass(frozen=True)
 class CrossCheckOptions:
-    """The options of :func:`cross_check`. ``local_buffers``: a tuple of names, or None.
-
-    Raises:
-        TypeError, ValueError: an option is not usable.
-    """
+    """The options of :func:`cross_check`. ``local_buffers``: a tuple of names, or None."""
 
     operations: bool = False
     local_buffers: Iterable[str] | None = None
@@ -218,7 +220,6 @@ class CrossCheckOptions:
 
 
 def _check_functions(module: object, run: object) -> None:
-    """Raise a TypeError for a model that is no module, and for a ``run`` without a call."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
     if not callable(run):
@@ -227,7 +228,6 @@ def _check_functions(module: object, run: object) -> None:
 
 
 def _check_group(model: nn.Module, process_group: object) -> None:
-    """Raise a ValueError if ``process_group`` is given although ``model`` is a wrapper, which has its own group."""
     if process_group is not None and isinstance(internals.inside_of_compiled(model), LegacyDistributedDataParallel):
         raise ValueError(
             "process_group is the wrapper's own, expected None; leave it out, or pass the module inside of the wrapper"
@@ -260,7 +260,6 @@ def _own_tensors(target: Target, local: Iterable[str]) -> dict[str, torch.Tensor
 
 
 def _shared_state(target: Target, own: Mapping[str, torch.Tensor]) -> LocalState:
-    """The parameters and buffers that replicas share."""
     buffers = distinct(target.module.named_buffers(remove_duplicate=False))
     return LocalState(
         [
@@ -271,11 +270,7 @@ def _shared_state(target: Target, own: Mapping[str, torch.Tensor]) -> LocalState
 
 
 def _pack(batch: Any, module: nn.Module, own: Mapping[str, torch.Tensor], max_bytes: int) -> torch.Tensor:
-    """The parcel of this rank, empty without a batch.
-
-    Raises:
-        ValueError: the parcel has more than ``max_bytes``.
-    """
+    """The parcel of this rank, empty without a batch."""
     if batch is None:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     data = pack(batch, generator_states(module), own)
@@ -313,9 +308,6 @@ def _compare_runs(
     """The report, equal on all ranks.
 
     ``data``: the parcel of this rank, empty without a batch. ``settings``: of this rank, asked for after a difference.
-
-    Raises:
-        PeerError: a run failed, on any rank. ValueError: no rank has a batch.
     """
     size, compared = call.groups.size, len(passes.names)
     ring = run_ring(call, passes, data, with_operations=with_operations)

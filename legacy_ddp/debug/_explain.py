@@ -41,11 +41,7 @@ class Section:
 
 
 def read_sections() -> list[Section]:
-    """The sections of the page, in its order.
-
-    Raises:
-        OSError: the page cannot be read.
-    """
+    """The sections of the page, in its order."""
     _, *parts = _HEADING.split(_PAGE.read_text(encoding="utf-8"))
     sections, group = [], ""
     for level, title, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):

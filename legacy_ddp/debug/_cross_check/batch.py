@@ -39,15 +39,13 @@ def pack(batch: object, generators: Any, own: Mapping[str, torch.Tensor]) -> tor
 
     A tensor keeps dtype, shape, strides and ``requires_grad``. Elements between the elements of a tensor travel with
     it.
-
-    Raises:
-        TypeError: see :func:`_describe`.
     """
     tensors: list[torch.Tensor] = []
     description = {
         "batch": _describe(batch, "batch", tensors),
         "generators": _describe(generators, "generators", tensors),
         "own": _describe(dict(own), "own", tensors),
+        "classes": [*classes_in(batch)],
     }
     tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
     text = json.dumps({**description, "tensors": [_layout(tensor) for tensor in tensors]}).encode("ascii")
@@ -59,11 +57,7 @@ def pack(batch: object, generators: Any, own: Mapping[str, torch.Tensor]) -> tor
 
 
 def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel:
-    """The inverse of :func:`pack`, in new memory. Tensors from an accelerator are put on ``device``.
-
-    Raises:
-        TypeError: see :func:`check_classes`.
-    """
+    """The inverse of :func:`pack`, in new memory. Tensors from an accelerator are put on ``device``."""
     check_classes(data, classes)
     description, start = _description(data)
     tensors = []
@@ -78,12 +72,8 @@ def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel
 
 
 def check_classes(data: torch.Tensor, classes: Classes) -> None:
-    """Refuse a parcel with a class missing in ``classes``; an empty parcel, of a rank without a batch, has none.
-
-    Raises:
-        TypeError: names the class.
-    """
-    if data.numel() and (unknown := sorted(_class_names(_description(data)[0]["batch"]) - set(classes))):
+    """Refuse a parcel with a class missing in ``classes``; an empty parcel, of a rank without a batch, has none."""
+    if data.numel() and (unknown := sorted({*_description(data)[0]["classes"]} - {*classes})):
         raise TypeError(
             f"the batch of another rank holds {unknown[0]}, and the batch of this rank does not: expected batches "
             "of one structure on all ranks; use the same classes on all ranks"
@@ -96,7 +86,6 @@ def classes_in(batch: object) -> dict[str, type]:
 
 
 def _description(data: torch.Tensor) -> tuple[dict[str, Any], int]:
-    """The description in a parcel, and the place behind it."""
     length = int.from_bytes(bytes(data[:8].tolist()), "little")
     return json.loads(bytes(data[8 : 8 + length].tolist())), _padded(8 + length)
 
@@ -113,7 +102,6 @@ def _layout(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _span_numel(tensor: torch.Tensor) -> int:
-    """The number of elements from the first to the last of ``tensor`` in memory."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -142,10 +130,6 @@ def _describe(batch: object, where: str, tensors: list[torch.Tensor], outer: Map
     """The JSON value for ``batch``; its tensors are appended to ``tensors``. ``where``: name of the batch in errors.
 
     ``outer``: the containers around ``batch``, the name of each by its id.
-
-    Raises:
-        TypeError: a value that cannot be sent to another rank; the text names its place in the batch.
-        ValueError: a container inside of itself, or more than ``MAX_DEPTH`` containers inside of each other.
     """
     if batch is None or type(batch) in _EXACT:
         return batch
@@ -184,7 +168,6 @@ def _describe_key(key: object, where: str) -> Any:
 
 
 def _check_nesting(batch: object, where: str, outer: Mapping[int, str]) -> None:
-    """Raises a ValueError for a container inside of itself, or too deep."""
     if id(batch) in outer:
         raise ValueError(f"{outer[id(batch)]} contains itself, at {where}: expected a batch without cycles")
     if len(outer) >= MAX_DEPTH:
@@ -207,7 +190,6 @@ def _check_constructor(mapping: Mapping[Any, Any], where: str) -> None:
 
 
 def _check_tensor(tensor: torch.Tensor, where: str) -> None:
-    """Raises a TypeError for a tensor without plain bytes of its own."""
     if type(tensor) is not torch.Tensor:
         problem, step = f"a {type(tensor).__name__}", "pass a plain tensor"
     elif tensor.layout is not torch.strided or tensor.is_nested:
@@ -227,7 +209,6 @@ def _kind(value: object) -> str:
 
 
 def _rebuild(value: Any, tensors: Sequence[torch.Tensor], classes: Classes) -> Any:
-    """The batch for a JSON value of :func:`_describe`."""
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -253,14 +234,6 @@ def _rebuild_key(key: Any) -> Any:
 
 def _class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _class_names(value: Any) -> set[str]:
-    """The names of the classes that a JSON value of :func:`_describe` needs."""
-    if isinstance(value, dict):
-        own = {value["class"]} if "class" in value else set()
-        return own.union(*map(_class_names, value.values()))
-    return set().union(*map(_class_names, value)) if isinstance(value, list) else set()
 
 
 def _walk_classes(batch: object) -> Iterator[type]:

@@ -1,28 +1,43 @@
-"""The order of runs and exchanges: the ring of all batches, then the trial of one batch. Collective."""
+"""The runs and exchanges of a cross-check: the ring of all batches, the trial of one batch, and the first different
+operation with its elements. Collective.
+"""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 
+from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import PeerError
+from legacy_ddp._replicas.compare import LARGE_BYTES
+from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
 from legacy_ddp._text import error_text
 from legacy_ddp._transport.call import Call
+from legacy_ddp.debug._cross_check.batch import pack, unpack
 from legacy_ddp.debug._cross_check.run import Passes
 from legacy_ddp.debug._cross_check.verdict import (
     LATER_REPEAT,
     ON_ITS_RANK,
     ON_NEXT_RANK,
     REPEAT,
+    RING_RUNS,
     Digests,
+    Place,
     Verdict,
     Witness,
     differing_batches,
     judge,
 )
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.align import first_difference
+from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Origin, Value
+
+_EQUAL = "the elements are not known: the output was equal in one more run"
+_TOO_LARGE = "the elements are not known: the output is too large, sparse, or of another shape"
+_WINDOW = 2_000  # operations after the first difference, enough to align the sequences again
 
 
 @dataclass(frozen=True)
@@ -46,11 +61,7 @@ class Ring:
 
 
 def run_ring(call: Call, passes: Passes, data: torch.Tensor, *, with_operations: bool) -> Ring:
-    """Run the batch in ``data``, then the batch of the rank before; gather the digests, 16 bytes per result and rank.
-
-    Raises:
-        PeerError: a run failed, on any rank. ValueError: no rank has a batch.
-    """
+    """Run the batch in ``data``, then that of the rank before; gather the digests, 16 bytes per result and rank."""
     rank, size = call.groups.rank, call.groups.size
     with call.phase("batch"):
         sizes = gather_sizes(call, data)
@@ -99,11 +110,7 @@ class Trial:
 
 
 def try_batch(call: Call, passes: Passes, ring: Ring, batch: int, own: torch.Tensor) -> Trial:
-    """Run the batch of rank ``batch`` twice on every rank. ``own``: the batch of this rank.
-
-    Raises:
-        PeerError: a run failed, on any rank.
-    """
+    """Run the batch of rank ``batch`` twice on every rank. ``own``: the batch of this rank."""
     with call.phase("batch"):
         data = give_to_all(call, own, batch, ring.sizes[batch])
     rows, captured, note = _run_twice(call, passes, batch, data)
@@ -151,8 +158,137 @@ def _run_twice(
     return list(digests.values()), {}, f"the capture of operations failed. {failures}"
 
 
+def locate(call: Call, passes: Passes, trial: Trial) -> Place:
+    """The place of the difference, equal on all ranks. One more run on every rank, two for a rank that disagrees with
+    itself.
+    """
+    odd, reference = trial.verdict.odd, trial.verdict.reference
+    if odd is None or reference is None or odd.run not in trial.operations:
+        return Place(note=trial.note)
+    with call.phase("compare"):
+        place = _find_operation(call, trial, odd, reference)
+    found = place.difference
+    if found is None or found.kind != "output":
+        return place
+    if odd.run in RING_RUNS:
+        return replace(place, note="the elements are not known: the difference did not happen again")
+    elements, note = _compare_elements(call, passes, trial, found, odd, reference)
+    return replace(place, elements=elements, note=note, is_intermittent=note == _EQUAL)
+
+
+def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) -> Place:
+    """The first different operation, found on the rank of ``odd`` and sent to all."""
+    rank = call.groups.rank
+    odd_operations = list(trial.operations[odd.run]) if rank == odd.rank else []
+    if odd.rank == reference.rank:
+        reference_operations = list(trial.operations[reference.run]) if rank == odd.rank else []
+    else:
+        mine = list(trial.operations[reference.run]) if rank == reference.rank else odd_operations
+        reference_operations = _operations_of(call, mine, odd.rank, reference.rank)
+    found = None
+    with failing_together(call, "the comparison of operations"):
+        if rank == odd.rank:
+            found = first_difference(odd_operations, reference_operations)
+    last = odd_operations[-1].number if odd_operations else 0
+    facts = [len(odd_operations), last, asdict(found) if found else None]
+    count, last, row = call.gather_objects(facts)[odd.rank]
+    return Place(difference_from(row) if row else None, count=count, last=last)
+
+
+def _operations_of(call: Call, mine: list[Operation], receiver: int, sender: int) -> list[Operation]:
+    """The operations of rank ``sender``, on rank ``receiver``; empty on all other ranks. ``mine``: of this rank.
+
+    The operations that both ranks have in common at the beginning are not sent. Of the others :data:`_WINDOW` are sent.
+    """
+    rank = call.groups.rank
+    texts = [repr(operation).encode(errors="backslashreplace") for operation in mine]
+    prints = torch.tensor([*map(fingerprint, texts)], dtype=torch.int64, device="cpu")
+    data = prints.view(torch.uint8)
+    receivers_prints = give_to_all(call, data, receiver, gather_sizes(call, data)[receiver]).view(torch.int64)
+    common, sent = 0, []
+    if rank == sender:
+        length = min(len(prints), len(receivers_prints))
+        differs = (prints[:length] != receivers_prints[:length]).nonzero()
+        common = int(differs[0]) if len(differs) else length
+        sent = [asdict(operation) for operation in mine[common : common + _WINDOW]]
+    data = torch.frombuffer(bytearray(json.dumps([common, sent]).encode("ascii")), dtype=torch.uint8)
+    data = give_to_all(call, data, sender, gather_sizes(call, data)[sender])
+    if rank != receiver:
+        return []
+    common, rows = json.loads(bytes(data.tolist()))
+    return [*mine[:common], *map(operation_from, rows)]
+
+
+def _compare_elements(
+    call: Call, passes: Passes, trial: Trial, found: OperationDifference, odd: Witness, reference: Witness
+) -> tuple[ElementDifference | None, str]:
+    """The difference of the first differing output in one more run of both sides; the reason for a missing one."""
+    outputs, sides = [], ((odd, found.start_a), (reference, found.start_b))
+    positions = sorted({position for witness, position in sides if witness.rank == call.groups.rank})
+    for witness, position in sides:
+        # Every rank makes every run: a run may hold a collective of the user.
+        if witness is odd or odd.rank == reference.rank:
+            with call.phase("run"), failing_together(call, f"run with the batch of rank {trial.batch}"):
+                kept = passes.run_keeping(trial.data, positions)
+        if call.groups.rank == witness.rank:
+            outputs.append(kept.get(position, ())[found.differing[0] : found.differing[0] + 1])
+        else:
+            outputs.append(())
+    with call.phase("compare"):
+        return _exchange_elements(call, outputs, odd.rank, reference.rank)
+
+
+def _exchange_elements(
+    call: Call, outputs: list[tuple[torch.Tensor, ...]], receiver: int, sender: int
+) -> tuple[ElementDifference | None, str]:
+    """Compare the outputs on rank ``receiver``, and tell all ranks."""
+    (own, other), rank = outputs, call.groups.rank
+    is_sent = bool(other) and other[0].layout is torch.strided and other[0].nbytes <= LARGE_BYTES
+    data = pack(other[0].detach(), None, {}) if is_sent else torch.empty(0, dtype=torch.uint8)
+    sizes = gather_sizes(call, data)
+    if not sizes[sender]:
+        return None, _TOO_LARGE
+    data = give_to_all(call, data, sender, sizes[sender])
+    row, note = None, _TOO_LARGE
+    if rank == receiver and own:
+        theirs = unpack(data, torch.device("cpu"), {}).batch
+        mine = own[0].detach().to(theirs.device)
+        if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and mine.layout is torch.strided:
+            found = compare_elements(mine, theirs)
+            row, note = (found.to_json(), "") if found else (None, _EQUAL)
+    row, note = call.gather_objects([row, note])[receiver]
+    return (ElementDifference.from_json(row) if row else None), note
+
+
+# Operations and their first difference travel as JSON values: asdict, and the way back.
+
+
+def operation_from(row: dict[str, Any]) -> Operation:
+    values = {name: tuple(Value(**value) for value in row[name]) for name in ("inputs", "outputs")}
+    return Operation(**{**row, **values, "parameters": tuple(row["parameters"])})
+
+
+def difference_from(row: dict[str, Any]) -> OperationDifference:
+    return OperationDifference(
+        **{
+            **row,
+            **_sides(row),
+            "differing": tuple(row["differing"]),
+            "origin": Origin(**{**row["origin"], **_writers(row["origin"])}),
+            **{name: tuple(Gap(**{**gap, **_sides(gap)}) for gap in row[name]) for name in ("earlier", "later")},
+        }
+    )
+
+
+def _sides(row: dict[str, Any]) -> dict[str, tuple[Operation, ...]]:
+    return {side: tuple(map(operation_from, row[side])) for side in ("a", "b")}
+
+
+def _writers(row: dict[str, Any]) -> dict[str, Operation | None]:
+    return {name: row[name] and operation_from(row[name]) for name in ("operation_a", "operation_b", "operation_read")}
+
+
 def gather_sizes(call: Call, own: torch.Tensor) -> list[int]:
-    """The number of bytes of every rank's ``own``."""
     sizes: list[int] = call.gather(torch.tensor([own.numel()], device="cpu")).flatten().tolist()
     return sizes
 
@@ -195,7 +331,6 @@ class Failures:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that failed."""
         return sorted(rank for ranks in self.ranks_by_text.values() for rank in ranks)
 
     def __str__(self) -> str:
@@ -219,11 +354,7 @@ def gathering_failures(call: Call) -> Iterator[Failures]:
 
 @contextmanager
 def failing_together(call: Call, what: str) -> Iterator[None]:
-    """Run local work, with a failure on all ranks or on no rank. ``what``: name of the work in the error.
-
-    Raises:
-        PeerError: some ranks failed; the same text on every rank.
-    """
+    """Run local work, with a failure on all ranks or on no rank. ``what``: name of the work in the error."""
     phase = call.phase_name
     with gathering_failures(call) as failures:
         yield

@@ -1,13 +1,29 @@
-"""The verdict about digests of runs (which ranks compute differently), and the report with the verdict. Pure."""
+"""The verdict about digests of runs (which ranks compute differently), and the report in words. Pure.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+Both sides of a cross-check have the same batch and, on one rank, the same code and settings. Fewer causes are possible
+than between two traces.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from legacy_ddp._compare import MAX_LINES, group_ranks, name_ranks, outside_majority
+from legacy_ddp._compare import MAX_LINES, MISSING, Difference, group_ranks, name_ranks, outside_majority
 from legacy_ddp._replicas.element_compare import ElementDifference
 from legacy_ddp._text import wrap
+from legacy_ddp.debug._cross_check.settings import MODULE, RUN, describe_settings, name_setting
+from legacy_ddp.debug._operations.describe import Labels, details, numbers, summary
+from legacy_ddp.debug._operations.explain import (
+    CROSS_CHECK,
+    Explanation,
+    Facts,
+    Row,
+    always,
+    explain,
+    explain_by,
+    has_unknown_source,
+)
 from legacy_ddp.debug._operations.operation import OperationDifference
 
 Digests = tuple[int, ...]
@@ -51,7 +67,6 @@ class Verdict:
         return self.kind in ("once", "nondeterministic") or bool(outside_majority(self.groups))
 
     def group_of(self, witness: Witness) -> tuple[int, ...]:
-        """The ranks with the results of a run."""
         return next(group for group in self.groups if witness.rank in group)
 
 
@@ -181,3 +196,235 @@ class CrossCheckReport:
     def _results(self) -> str:
         count = f"{len(self.differing)} of {self.compared} differ"
         return f"{count}, first {self.differing[0]}" if self.differing else count
+
+
+def report_of(
+    call: str,
+    size: int,
+    compared: int,
+    batch: int,
+    verdict: Verdict,
+    differing: Sequence[str],
+    place: Place,
+    settings: Sequence[Difference],
+) -> CrossCheckReport:
+    """The report after a difference. ``compared``: the number of results; ``differing``: names of results."""
+    labels = _labels(verdict)
+    cause = explain_by(_CAUSES, _Case(verdict, place, labels, _facts(verdict, settings)))
+    operation = place.difference.operation if place.difference else None
+    return CrossCheckReport(
+        call=call,
+        size=size,
+        verdict=verdict.kind,
+        ranks=verdict.ranks,
+        batch=batch,
+        differing=tuple(differing),
+        module=operation.module if operation else "",
+        operation=operation.name if operation else "",
+        stage=operation.stage if operation else "",
+        elements=place.elements,
+        settings=tuple(describe_settings(settings)),
+        compared=compared,
+        who=_who(verdict, batch, size),
+        place=tuple(_where(place, verdict, labels, cause)),
+        next_step=cause.next_step,
+    )
+
+
+def _labels(verdict: Verdict) -> Labels:
+    odd, reference = verdict.odd, verdict.reference
+    if odd is None or reference is None:
+        return "A", "B"
+    if odd.rank != reference.rank:
+        return name_ranks(verdict.group_of(odd)), name_ranks(verdict.group_of(reference))
+    return ("an earlier run", "a later run") if odd.run in RING_RUNS else ("one run", "the next run")
+
+
+def _facts(verdict: Verdict, settings: Sequence[Difference]) -> Facts:
+    """The settings that differ between the two sides: one value on all ranks of a side, another on all of the other."""
+    odd, reference = verdict.odd, verdict.reference
+    if odd is None or reference is None or odd.rank == reference.rank:
+        return {}
+    found = {}
+    for item in settings:
+        here, there = ({_value(item, rank) for rank in verdict.group_of(side)} for side in (odd, reference))
+        if len(here) == len(there) == 1 and here != there:
+            found[item.name] = (here.pop(), there.pop())
+    return found
+
+
+def _value(item: Difference, rank: int) -> str:
+    return next((value for value, ranks in item.holders if rank in ranks), MISSING)
+
+
+def _who(verdict: Verdict, batch: int, size: int) -> str:
+    batches = f"of 2 runs of the batch of rank {batch}"
+    if verdict.kind == "nondeterministic":
+        stable = sorted({*range(size)} - {*verdict.ranks})
+        agree = "agree with themselves" if len(stable) > 1 else "agrees with itself"
+        other = f"; {name_ranks(stable)} {agree}" if stable else ""
+        places = name_ranks(verdict.ranks) if stable or size == 1 else "every rank"
+        return f"the results {batches} differ on {places}{other}"
+    runs = f"{batches} on every rank"
+    if verdict.kind == "once" and len(verdict.ranks) > 1:
+        return f"the first run of every batch differs from the run on the next rank, and no result {runs}"
+    if verdict.kind == "once":
+        return f"an earlier result of {name_ranks(verdict.ranks)} differs from all results {runs}"
+    if not verdict.is_attributed:
+        sides = " against ".join(map(name_ranks, verdict.groups))
+        return f"{sides}, in both {runs}: no majority, and no rank disagrees with itself"
+    agreeing = f"{len(verdict.groups[0])} of {size} ranks agree"
+    return f"{name_ranks(verdict.ranks)} against {name_ranks(verdict.groups[0])} ({agreeing}), in both {runs}"
+
+
+def _where(place: Place, verdict: Verdict, labels: Labels, cause: Explanation) -> Iterator[str]:
+    found = place.difference
+    if found is None:
+        reason = f"all {place.count:,} captured operations agree, and no operation of another thread is captured"
+        if place.note:
+            reason = place.note
+        elif verdict.kind == "once" and not place.count:
+            reason = "operations were not captured in the first run; operations=True captures them"
+        yield f"where: not known: {reason}"
+        if verdict.kind == "once" and cause.meaning:
+            yield f"why: {cause.meaning}"
+        return
+    a, b = found.numbers
+    number = f"{numbers((a, b), labels)}{f' of {place.last:,}' if a and a == b else ''}"
+    sides = f"; {labels[0]} (here) against {labels[1]} (there)" if place.elements else ""
+    yield f"where: {summary(found, labels)}, {number}{sides}"
+    yield f"why: {cause.meaning}"
+    yield from (text for text in details(found, labels) if not text.startswith(("input", "output")))  # digests
+    if place.note:
+        yield place.note
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A verdict with its place, and the attributes that the rows ask for.
+
+    ``facts``: the settings with other values on the two compared ranks.
+    """
+
+    verdict: Verdict
+    place: Place
+    labels: Labels
+    facts: Facts
+
+    @property
+    def kind(self) -> str:
+        return self.verdict.kind
+
+    @property
+    def found(self) -> OperationDifference | None:
+        return self.place.difference
+
+    @property
+    def has_other_generator(self) -> bool:
+        found = self.found
+        return bool(found and found.kind == "output" and found.a[0].generator != found.b[0].generator)
+
+    @property
+    def is_other_call(self) -> bool:
+        """Whether the code of two runs made other calls: other operations, or other arguments of one operation."""
+        found = self.found
+        is_other = found and (found.kind in ("sequence", "order", "form") or found.a[0].settings != found.b[0].settings)
+        return bool(is_other)
+
+    @property
+    def of_operation(self) -> Explanation:
+        """The explanation of the different operation. Results differ: operations of only one side may be the cause."""
+        if self.found is None:
+            return Explanation("", "")
+        has_no_effect = self.found.has_effect is False
+        return explain(replace(self.found, tensors_differ=has_no_effect), self.labels, self.facts)
+
+    @property
+    def between_ranks(self) -> Explanation:
+        found = self.of_operation
+        # After the cross-check that has just been made, another cross-check is no next step.
+        if self.found is None or found.next_step.endswith(CROSS_CHECK):
+            return explain_by([_OTHER_KERNEL], self)
+        return Explanation(found.meaning, found.next_step.replace("diff again", "check again"))
+
+    @property
+    def held(self) -> str:
+        return next((name for name in self.facts if name.startswith(RUN)), "")
+
+    @property
+    def module(self) -> str:
+        return next((name_setting(name) for name in self.facts if name.startswith(MODULE)), "")
+
+
+_OTHER_KERNEL = Row(
+    always,
+    "the same inputs give other outputs on {c.labels[0]} than on {c.labels[1]}, in every run: another library or "
+    "extension, a kernel that is wrong on one side, or hardware",
+    "compare libraries, extensions and hardware of these ranks; start the job again with the rank on another device, "
+    "and see whether the difference stays with the device",
+)
+_FIND_UNSTABLE = (
+    "torch.use_deterministic_algorithms(True) names the operations of torch that are not deterministic; after it only "
+    "custom operations, threads and hardware remain"
+)
+
+_CAUSES = (
+    Row(
+        lambda c: c.kind == "once" and len(c.verdict.ranks) > 1,
+        "state of a first run: a warm-up, a lazy cache, a counter",
+        "run one batch before the first cross-check, and keep state in buffers",
+    ),
+    Row(
+        lambda c: c.found and has_unknown_source(c.found),
+        "both runs had the same batch: state kept outside of parameters and buffers (an attribute of a module, a value "
+        "inside of an object that run holds), data that run reads itself, or a kernel that is not recorded "
+        "(torch.compile)",
+        "keep such state in buffers, or take it out of run(); check again without torch.compile",
+    ),
+    Row(
+        lambda c: c.has_other_generator,
+        "random numbers from another place of the generator: both runs began with equal states, so that one side set a "
+        "seed, drew more, or has a generator of its own",
+        "look for seeds and draws inside of run and of the model",
+    ),
+    Row(
+        lambda c: c.kind == "differs" and c.place.is_intermittent,
+        "the same inputs gave other outputs in two runs, and equal outputs in a third: a kernel that is wrong at "
+        "times, memory or hardware",
+        "start the job again with the rank on another device, and see whether the difference stays with the device",
+    ),
+    Row(
+        lambda c: c.kind == "differs" and c.held,
+        "{c.between_ranks.meaning}",
+        "if the loss depends on {c.held}, make it equal on all ranks, or pass it in the batch",
+    ),
+    Row(
+        lambda c: c.kind == "differs" and c.module,
+        "{c.between_ranks.meaning}",
+        "give {c.module} the same mode on all ranks, with train() or eval()",
+    ),
+    Row(lambda c: c.kind == "differs", "{c.between_ranks.meaning}", "{c.between_ranks.next_step}"),
+    Row(
+        lambda c: c.is_other_call,
+        "state in Python that a run changes: a counter, a cache, an attribute of a module",
+        "keep such state in buffers, or take it out of run()",
+    ),
+    Row(
+        lambda c: c.kind == "once" and c.found,
+        "{c.of_operation.meaning}",
+        "cross-check more often; a single event is memory or hardware, or a kernel that is rarely wrong",
+    ),
+    Row(
+        lambda c: c.kind == "once",
+        "",
+        "cross-check more often with operations=True, to name the operation of the next time; a single event is state "
+        "of a first run in Python, memory or hardware, or a kernel that is rarely wrong",
+    ),
+    Row(
+        lambda c: c.found is None or c.found.kind == "output",
+        "the same inputs gave other outputs in two runs on one rank: a kernel that is not deterministic (atomic "
+        "additions, threads), or memory or hardware",
+        _FIND_UNSTABLE,
+    ),
+    Row(always, "{c.of_operation.meaning}", _FIND_UNSTABLE),
+)

@@ -14,7 +14,7 @@ from torch import nn
 
 from legacy_ddp.debug import cross_check
 from legacy_ddp.debug._cross_check import trial
-from legacy_ddp.debug._cross_check.saved_state import generator_states, state_set_aside
+from legacy_ddp.debug._cross_check.run import generator_states, state_set_aside
 from legacy_ddp.debug._cross_check.trial import pass_on
 from tests.helpers.cases import bits_of
 from tests.helpers.cross_faults import Net, batch_of, loss_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from legacy_ddp._compare import compare_rows
-from legacy_ddp.debug._cross_check.explain import RankSettings, describe_settings, differing_settings, report_of
-from legacy_ddp.debug._cross_check.locate import difference_from, operation_from
+from legacy_ddp.debug._cross_check.settings import RankSettings, describe_settings, differing_settings
+from legacy_ddp.debug._cross_check.trial import difference_from, operation_from
 from legacy_ddp.debug._cross_check.verdict import (
     ON_ITS_RANK,
     ON_NEXT_RANK,
@@ -22,6 +22,7 @@ from legacy_ddp.debug._cross_check.verdict import (
     choose_batch,
     differing_batches,
     judge,
+    report_of,
 )
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
