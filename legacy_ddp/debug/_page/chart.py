@@ -58,7 +58,6 @@ class Bins:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The spans of all bins."""
         return [self.span(number) for number in range(self.count)]
 
 
@@ -87,12 +86,10 @@ class Grid:
 
     @property
     def count(self) -> int:
-        """Number of columns."""
         return self.bins.count
 
     @property
     def width(self) -> int:
-        """Width of a column, in steps."""
         return self.bins.size * self.stride
 
     @property
@@ -105,7 +102,6 @@ class Grid:
         return self.first + (self.bins.total - 1) * self.stride
 
     def holds(self, steps: Collection[int]) -> bool:
-        """Whether the grid has a position for each of these steps."""
         return all(self.first <= step <= self.last and not (step - self.first) % self.stride for step in steps)
 
     def column(self, step: int) -> int:
@@ -136,13 +132,11 @@ class Cells:
         np.fmax(self.largest[:, column], binned, out=self.largest[:, column])
 
     def add_nonfinite(self, column: int, counts: Mapping[int, int]) -> None:
-        """Add numbers of non-finite elements, by item."""
         for item, count in counts.items():
             row = item // self.rows.size
             self.nonfinite[row, column] = max(count, self.nonfinite[row, column])
 
     def add_differing(self, column: int, items: Indices) -> None:
-        """Add differing items."""
         self.differs[items // self.rows.size, column] = True
 
 
@@ -181,7 +175,6 @@ def classify(values: Floats, decades: float) -> tuple[NDArray[np.uint8], tuple[f
 
 
 def column_labels(grid: Grid) -> list[str]:
-    """The steps of every column."""
     return [_steps(grid, column) for column in range(grid.count)]
 
 

@@ -63,7 +63,6 @@ class _Line:
 
 
 def local_norm_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[str]) -> Chart:
-    """The norm of every rank's local gradient."""
     title = "Local gradients: every rank's own norm, before the reduction"
     tables = [RankTable(run.steps, run.local_norms) for run in calls]
     left_out = "no finite norm of a local gradient is in the trace"
@@ -270,15 +269,16 @@ def _draw_crosses(
     """Draw a cross for each bin of steps in which a rank is ``nonfinite``."""
     found = np.flatnonzero(nonfinite.any(axis=0))
     bins = found // Bins.at_most(len(steps), MAX_COLUMNS).size
-    rows = []
-    for indices in np.split(found, np.flatnonzero(np.diff(bins)) + 1):
-        first, last = int(steps[indices[0]]), int(steps[indices[-1]])
-        ranks = np.flatnonzero(nonfinite[:, indices].any(axis=1)).tolist()
-        among = str(first) if first == last else f"{len(indices)} of {first} to {last}"
-        rows.append((first, height, among, _with_run(label, name_ranks(ranks))))
-    source = ColumnDataSource(
-        dict(zip(("step", "value", "steps", "owner"), map(list, zip(*rows, strict=True)), strict=True))
-    )
+    parts = np.split(found, np.flatnonzero(np.diff(bins)) + 1)
+    ends = [(len(part), int(steps[part[0]]), int(steps[part[-1]])) for part in parts]
+    ranks = [np.flatnonzero(nonfinite[:, part].any(axis=1)).tolist() for part in parts]
+    table = {
+        "step": [first for _, first, _ in ends],
+        "value": [height] * len(parts),
+        "steps": [str(first) if first == last else f"{count} of {first} to {last}" for count, first, last in ends],
+        "owner": [_with_run(label, name_ranks(of_part)) for of_part in ranks],
+    }
+    source = ColumnDataSource(table)
     crosses = plot.scatter("step", "value", source=source, marker="x", size=9, line_width=2, color="#000000")
     tips = [("not finite", "@owner"), ("step", "@steps")]
     plot.add_tools(HoverTool(renderers=[crosses], tooltips=tips, visible=False))

@@ -56,11 +56,7 @@ def write_page(runs: Sequence[Run], output: Path, progress: Progress = lambda _:
 
 @contextmanager
 def reserved(output: Path) -> Iterator[Path]:
-    """Create a new file beside ``output``, before the long comparison begins. It is removed after the block.
-
-    Raises:
-        TraceError: see :func:`write_page`.
-    """
+    """Create a new file beside ``output``, before the long comparison begins. It is removed after the block."""
     _refuse_other_files(output)
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
@@ -75,11 +71,7 @@ def reserved(output: Path) -> Iterator[Path]:
 
 
 def publish(page: str, part: Path, output: Path) -> None:
-    """Write the page to ``part`` and rename ``part`` to ``output``, so that ``output`` is always complete.
-
-    Raises:
-        TraceError: the file cannot be written.
-    """
+    """Write the page to ``part`` and rename ``part`` to ``output``, so that ``output`` is always complete."""
     try:
         part.write_text(page, encoding="utf-8", errors="backslashreplace")  # folder names may not be UTF-8
         os.replace(part, output)
@@ -110,11 +102,7 @@ def _shown(value: object) -> object:
 def render(
     runs: Sequence[Run], comparison: Comparison, text: Sequence[str], progress: Progress = lambda _: None
 ) -> str:
-    """The page about the runs and their comparison; ``text``: the lines of the comparison.
-
-    Raises:
-        TraceError: a trace file cannot be read.
-    """
+    """The page about the runs and their comparison; ``text``: the lines of the comparison."""
     series = read_series(runs, progress)
     symbol, verdict_label = _VERDICTS[comparison.verdict]
     labels = ("A", "B")[: len(runs)] if len(runs) == 2 else ("",)
@@ -153,7 +141,6 @@ def render(
 
 
 def draw_charts(series: Series, labels: Sequence[str]) -> list[Chart]:
-    """All charts, over a shared axis of steps."""
     steps = {int(step) for calls in series.calls for step in calls.steps}
     # Equal columns in all charts, unless rank 0 lacks steps of other ranks.
     grid = series.parameters.grid if series.parameters.grid.holds(steps) else Grid.of(steps)
@@ -170,7 +157,6 @@ def draw_charts(series: Series, labels: Sequence[str]) -> list[Chart]:
 
 
 def cause_table(causes: Sequence[Cause]) -> Iterator[Chart]:
-    """The table of differences around the training, if there are any, likeliest first."""
     if not causes:
         return
     rows = [cause_parts(cause) for cause in causes[:MAX_LINES]]
@@ -179,7 +165,6 @@ def cause_table(causes: Sequence[Cause]) -> Iterator[Chart]:
 
 
 def operation_table(found: OperationFinding | None) -> Iterator[Chart]:
-    """The table, if there is a difference."""
     if found is None or not found.rows:
         return
     captions = (

@@ -85,7 +85,6 @@ class LoggedValues:
             self.texts.setdefault((name, step, text), []).append(rank)
 
     def tables(self) -> Mapping[str, RankTable]:
-        """The numbers by name."""
         return {name: self._table(of_ranks) for name, of_ranks in self._numbers.items()}
 
     def _table(self, of_ranks: Mapping[int, Mapping[int, float]]) -> RankTable:
@@ -113,7 +112,6 @@ class ParameterCells:
 
     @staticmethod
     def over(traces: Sequence[RankTrace]) -> "ParameterCells":
-        """Empty cells over the parameters and steps of these traces."""
         return ParameterCells(_names(traces), _grid(traces))
 
     def add_norms(self, trace: RankTrace, *, shown: bool) -> dict[int, float]:
@@ -135,7 +133,6 @@ class ParameterCells:
         return totals
 
     def add_rank_differences(self, first: RankTrace, other: RankTrace) -> None:
-        """Add the differences between two ranks of a run."""
         for step, left, right in _differing_sections(first, other):
             self._add_differing(step, self._by_parameter(left)[0] != self._by_parameter(right)[0])
             self._add_nonfinite(step, right)
@@ -202,7 +199,6 @@ def _relative_differences(norms: Floats, others: Floats) -> Floats:
 
 
 def _common_sections(a: RankTrace, b: RankTrace) -> Iterator[tuple[int, str]]:
-    """Steps and phases of the sections in both traces."""
     for step in a.steps:
         for phase in _PHASES:
             if a.digest(step, phase) is not None and b.digest(step, phase) is not None:
@@ -328,11 +324,7 @@ class Series:
 
 
 def read_series(runs: Sequence[Run], progress: Progress = lambda _: None) -> Series:
-    """Data of a page about one run or two. At most four files are open at a time.
-
-    Raises:
-        TraceError: a trace file cannot be read.
-    """
+    """Data of a page about one run or two. At most four files are open at a time."""
     with ExitStack() as files:
         firsts = [files.enter_context(run.open(0, progress)) for run in runs]
         parameters = ParameterCells.over(firsts)
@@ -387,7 +379,6 @@ def stragglers_by_step(waited: Floats) -> tuple[NDArray[np.intp], Floats]:
 
 
 def stragglers(waited: Floats) -> list[Straggler]:
-    """All stragglers, the costliest first."""
     ranks, seconds = stragglers_by_step(waited)
     found = []
     for rank in np.unique(ranks[ranks != NO_RANK]):
@@ -406,7 +397,6 @@ def outliers(values: Floats) -> list[int]:
 
 
 def missing_noise_reason(calls: CallTable) -> str:
-    """The reason for a missing noise scale; empty if there is a noise scale."""
     if calls.world_size < 2:
         return "it compares ranks, and there is only one"
     if not len(_estimates(calls)[0]):
@@ -415,7 +405,6 @@ def missing_noise_reason(calls: CallTable) -> str:
 
 
 def noise_window(steps: int) -> int:
-    """Number of steps to average, of a run with this number of steps."""
     return min(steps, _MAX_WINDOW, max(_MIN_WINDOW, steps // _WINDOW_SHARE))
 
 
