@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeGuard
 
 from legacy_ddp.debug._port.script import (
     Block,
@@ -43,6 +44,8 @@ _COUNT = re.compile(r"(?i)(.*\W)?\w*(num_?(procs?|processes|gpus?|ranks|replicas
 # Functions of other files that seem to average gradients.
 _BY_NAME = re.compile(r"(?i)(?!.*(no_sync|clip))(?=.*grad)(?=.*(av(era)?g|mean|reduce|sync)).*|(all_?)?reduce_param.*")
 _WRITERS = ("append", "extend", "copy_", "div_", "mul_")
+# What makes a number other than that of the ranks out of it, such as `4 * world_size`.
+_ARITHMETIC = ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.Compare | ast.IfExp
 _HOOKS = ("queue_callback", "register_hook", "register_post_accumulate_grad_hook")
 
 
@@ -115,12 +118,36 @@ def is_optimizer(script: Script, node: ast.AST) -> bool:
 
 
 def unknown_helpers(script: Script) -> Iterator[ast.Call]:
-    """The calls of functions of other files that seem to average gradients, by their names."""
+    """The calls of functions of other files that seem to average gradients, by their names or by what they get."""
     own = {function.name for function in script.functions}
     for call in script.calls:
         name = called_name(call)
-        if name not in own and _BY_NAME.fullmatch(name) and not script.dotted(call.func).startswith("torch."):
+        if name in own or script.dotted(call.func).startswith("torch."):
+            continue
+        gets_gradients = re.search("(?i)reduce|average|sync", name) and any(
+            map(Gradients().of(script.scope(call)).carries, values_given(call))
+        )
+        if _BY_NAME.fullmatch(name) or gets_gradients:
             yield call
+
+
+def collectives(script: Script) -> list[ast.Call]:
+    """The calls of a script that add, or average, over the ranks."""
+    return [call for call in script.calls if _REDUCING.fullmatch(script.dotted(call.func))]
+
+
+def unclear_sums(script: Script) -> list[ast.Call]:
+    """The collectives of functions that also write into ``.grad``: perhaps of gradients, in an unknown way."""
+    return [call for call in collectives(script) if any(map(_writes_grad, _own_nodes(script.scope(call))))]
+
+
+def _writes_grad(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        return any(map(_has_grad, node.targets if isinstance(node, ast.Assign) else [node.target]))
+    if isinstance(node, ast.Call):
+        is_written = called_name(node) in _WRITERS and _has_grad(node.func)
+        return is_written or (called_name(node) == "vector_to_parameters" and _has_grad(node))
+    return False
 
 
 @dataclass(frozen=True)
@@ -229,11 +256,23 @@ def summarise(script: Script, nodes: list[ast.AST], gradients: Gradients) -> Sum
 
 
 def _values(script: Script, node: ast.expr) -> list[ast.expr]:
-    """What an expression is in its function: of a variable, its values there."""
+    """What an expression is in its function: of a variable, its values there; of ``1 / x``, those of ``x`` below 1."""
+    if _is_reciprocal(node):
+        return [found.right if _is_reciprocal(found) else _reciprocal(found) for found in _values(script, node.right)]
     values = [value for at, value in script.values.get(ast.unparse(node), []) if at is script.scope(node)]
     if not values or _is_count(node, _WORLD_SIZE, _COUNT):
         return [node]
     return [found for value in values for found in _values(script, value)]
+
+
+def _is_reciprocal(node: ast.expr) -> TypeGuard[ast.BinOp]:
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)):
+        return False
+    return isinstance(node.left, ast.Constant) and node.left.value == 1
+
+
+def _reciprocal(node: ast.expr) -> ast.BinOp:
+    return ast.BinOp(ast.Constant(1), ast.Div(), node)
 
 
 def is_sum(script: Script, call: ast.Call, gradients: Gradients) -> bool:
@@ -250,14 +289,15 @@ def _is_written(node: ast.AST, gradients: Gradients, aliases: Gradients) -> bool
 
 
 def _divisors(node: ast.AST, gradients: Gradients) -> Iterator[ast.expr]:
-    """The divisors of gradients in one node. A factor counts by itself, because its meaning is not known."""
+    """The divisors of gradients in one node. A factor ``x`` is the divisor ``1 / x``."""
     if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
         left, right = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
         if gradients.carries(left):
-            yield right
+            yield right if isinstance(node.op, ast.Div) else _reciprocal(right)
     elif isinstance(node, ast.Call) and called_name(node) in ("div", "div_", "mul_"):
         owner = getattr(node.func, "value", None)
-        yield from node.args[:1] if gradients.carries(owner) else ()
+        for value in node.args[:1] if gradients.carries(owner) else ():
+            yield _reciprocal(value) if called_name(node) == "mul_" else value
 
 
 class _Search:
@@ -375,7 +415,7 @@ class _Search:
     def _is_plain(self, statement: ast.stmt) -> bool:
         """Whether a statement only collects, divides or writes gradients, or counts."""
         for node in ast.walk(statement):
-            if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
+            if (isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS)) or self._is_other_arithmetic(node):
                 return False
             if isinstance(node, ast.Return) and (node.value is not None or not isinstance(statement, ast.If)):
                 return False
@@ -388,6 +428,13 @@ class _Search:
                 if not all(isinstance(target, ast.Name) or _has_grad(target) or _is_item(target) for target in targets):
                     return False
         return True
+
+    def _is_other_arithmetic(self, node: ast.AST) -> bool:
+        """Whether a node adds something to gradients, such as weight decay, or changes their sign."""
+        if isinstance(node, ast.BinOp | ast.AugAssign):
+            sides = [node.target] if isinstance(node, ast.AugAssign) else [node.left, node.right]
+            return not isinstance(node.op, ast.Div | ast.Mult) and any(map(self.gradients.carries, sides))
+        return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and self.gradients.carries(node.operand)
 
     def _needed(self, run: list[ast.stmt]) -> bool:
         """Whether the lines use gradients, or parameters of a loop, that are made around or before them."""
@@ -470,14 +517,20 @@ class _Search:
         if len(summary.groups) > 1 or summary.operations not in ({"SUM"}, {"AVG"}):
             return "in several groups, or with another operation than a sum"
         if others or (summary.operations == {"AVG"} and divisors):
+            first = [*others, *divisors][0]
+            done = (
+                f"multiply by {ast.unparse(first.right)}"
+                if _is_reciprocal(first)
+                else f"divide by {ast.unparse(first)}"
+            )
             return (
-                f"and divide or multiply by {ast.unparse([*others, *divisors][0])}: if that is the number of ranks, "
-                "the call does it; if it is a number of items, pass sample_size=n, of this rank"
+                f"and {done}: the call divides by the number of ranks alone; for a number of items pass sample_size=n, "
+                "of this rank, and keep any other factor"
             )
         if not divisors and summary.operations == {"SUM"}:
             return (
-                "and do not divide by the number of ranks, as the call does: remove that division elsewhere, of the "
-                "loss, say, or multiply the loss by the number"
+                "and do not divide by the number of ranks, as the call does: remove a division by this number "
+                "elsewhere, of the loss, say; if there is none, multiply the loss by this number"
             )
         return ""
 
@@ -511,6 +564,8 @@ class _Search:
 
 
 def _is_count(divisor: ast.expr, *patterns: re.Pattern[str]) -> bool:
+    if any(isinstance(node, _ARITHMETIC) for node in ast.walk(divisor)):
+        return False
     if isinstance(divisor, ast.Call) and called_name(divisor) in _METHODS_THAT_CAST and len(divisor.args) == 1:
         return _is_count(divisor.args[0], *patterns)
     return any(pattern.fullmatch(ast.unparse(divisor)) for pattern in patterns)

@@ -5,7 +5,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from legacy_ddp.debug._port.by_hand import Average, find_averages, reducing_optimizers, unknown_helpers
+from legacy_ddp.debug._port.by_hand import (
+    Average,
+    find_averages,
+    reducing_optimizers,
+    unclear_sums,
+    unknown_helpers,
+)
 from legacy_ddp.debug._port.script import Edit, OtherFiles, Script, UnclearError, called_name
 from legacy_ddp.debug._port.steps import (
     LOOPS,
@@ -119,7 +125,7 @@ def find(script: Script, others: OtherFiles) -> list[Finding]:
         return [Finding(error.line, "class", f"nothing is changed: {error}")]
     by_hand = [*_on_averages(wrappers, find_averages(script, others)), *_on_optimizers(wrappers, others)]
     if not by_hand and not wrappers.made and find_steps(script):
-        by_hand = [*_on_unknown_helpers(script)]
+        by_hand = [*_on_unknown_helpers(script)] or [*_on_unclear_sums(script)]
     rules = [_on_arguments, _on_steps, _on_settings, _on_batch_norm, _on_evaluation, _on_statistics, _on_names]
     for rule in rules if wrappers.uses or not by_hand else [_on_names]:
         found += rule(wrappers)
@@ -145,6 +151,19 @@ def _on_averages(wrappers: Wrappers, averages: list[Average]) -> Iterator[Findin
         except UnclearError as error:
             edits, problem = [], str(error)
         yield Finding(first.lineno, "hand", _text_of_average(average, call, problem), bool(problem), tuple(edits))
+        yield from () if problem else _on_clipping_before(script, average)
+
+
+def _on_clipping_before(script: Script, average: Average) -> Iterator[Finding]:
+    """The clips between the last backward before the lines and the lines."""
+    first = script.start(average.statements[0])
+    scope = script.scope(average.call)
+    begins = [script.end(call) for step in find_steps(script) if step.scope is scope for call in step.backwards]
+    begin = max((at for at in begins if at < first), default=None)
+    for call in readers(scope):
+        if begin is not None and isinstance(call, ast.Call) and begin < script.start(call) < first:
+            text = "this clips the gradients of each rank alone, which is probably a mistake; clip behind the call"
+            yield Finding(call.lineno, "call", text, False)
 
 
 def _text_of_average(average: Average, call: str, problem: str) -> str:
@@ -191,6 +210,15 @@ def _on_unknown_helpers(script: Script) -> Iterator[Finding]:
             text += f", or, if it computes the mean over all ranks, write {_FUNCTION}({source}) in its place"
         if "mpi" in f"{script.dotted(call.func)}{name}":
             text += ", after torch.distributed.init_process_group()"
+        yield Finding(call.lineno, "hand", text)
+
+
+def _on_unclear_sums(script: Script) -> Iterator[Finding]:
+    for call in unclear_sums(script):
+        text = (
+            "this seems to be a part of lines that average gradients by hand, in a way that is not understood; if they "
+            f"compute the mean over all ranks, write {_FUNCTION}(module) in their place"
+        )
         yield Finding(call.lineno, "hand", text)
 
 

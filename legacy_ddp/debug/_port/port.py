@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from legacy_ddp._text import printable, wrap
+from legacy_ddp.debug._port.by_hand import collectives
 from legacy_ddp.debug._port.findings import PAGES, Finding, find
 from legacy_ddp.debug._port.script import Edit, OtherFiles, Script, ScriptError
 
@@ -115,6 +116,8 @@ def port(path: Path) -> Port:
         if wrapping or not any(finding.is_open for finding in findings):
             files = ", ".join(os.path.relpath(file, path.parent) for file in others.files(script))
             without = f"{_NO_DDP}; a module that it imports may, port that file: {files}" if files else _NO_DDP
+            if collectives(script):
+                without += "; a function that averages the gradients that it gets goes with the file that calls it"
             raise ScriptError(f"{path}: nothing to port: {'; '.join(wrapping) or without}")
     after = _apply(script.text, [edit for finding in findings for edit in finding.edits])
     try:

@@ -198,7 +198,7 @@ LOOP = "for p in net.parameters():\n    dist.all_reduce(p.grad)\n"
 DECISIONS = {
     "a sum": (LOOP, "do not divide by the number of ranks"),
     "a sum over 1": (f"{LOOP}    p.grad /= float(1)\n", "do not divide by the number of ranks"),
-    "tokens": (f"{LOOP}    p.grad /= tokens\n", "divide or multiply by tokens"),
+    "tokens": (f"{LOOP}    p.grad /= tokens\n", "divide by tokens"),
     "a mean, and a factor": (LOOP.replace("grad)", "grad, dist.ReduceOp.AVG)") + "    p.grad *= 2\n", "multiply by 2"),
     "the greatest": (LOOP.replace("grad)", "grad, op=dist.ReduceOp.MAX)"), "another operation than a sum"),
     "something else": (f"{LOOP}    p.grad /= world_size\n    log(p)\n", "line 6 is about something else"),
@@ -323,3 +323,84 @@ def test_an_optimizer_that_reduces_is_named_here_and_in_files_behind_those_that_
 def test_an_optimizer_that_sends_parameters_alone_is_not_one_that_reduces(tmp_path: Path) -> None:
     with pytest.raises(ScriptError, match="nothing to port"):
         _port(SHARDED.replace("part, grad", "p, p.data"), tmp_path)
+
+
+LINES = """for x in batches:
+    module(x).sum().backward()
+    for p in module.parameters():
+        dist.all_reduce(p.grad)
+        {}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        ("p.grad /= 4 * dist.get_world_size()", "divide by 4 * dist.get_world_size()"),
+        ("p.grad.div_(2 * dist.get_world_size())", "divide by 2 * dist.get_world_size()"),
+        ("p.grad.copy_(p.grad / (3 * dist.get_world_size()))", "divide by 3 * dist.get_world_size()"),
+        ("p.grad /= dist.get_world_size() - 1", "divide by dist.get_world_size() - 1"),
+        ("p.grad *= 4 / dist.get_world_size()", "multiply by 4 / dist.get_world_size()"),
+        ("p.grad *= dist.get_world_size()", "multiply by dist.get_world_size()"),
+        ("p.grad.mul_(world_size)", "multiply by world_size"),
+        ("p.grad = p.grad / dist.get_world_size() + 1e-3 * p.data", "line 7 is about something else"),
+        ("p.grad = -p.grad / dist.get_world_size()", "line 7 is about something else"),
+    ],
+)
+def test_a_factor_besides_the_number_of_ranks_is_never_dropped(line: str, told: str, tmp_path: Path) -> None:
+    found = _port(f"{HEAD}{LINES.format(line)}", tmp_path)
+
+    assert found.after == found.before
+    assert [is_open for is_open, _ in _remarks(found)] == [True]
+    assert told in _remarks(found)[0][1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "p.grad.mul_(1.0 / dist.get_world_size())",
+        "p.grad *= 1 / float(args.world_size)",
+        "p.grad /= float(os.environ['WORLD_SIZE'])",
+    ],
+)
+def test_a_division_by_the_number_of_ranks_is_known_in_each_form(line: str, tmp_path: Path) -> None:
+    found = _port(f"{HEAD}import os\n{LINES.format(line)}", tmp_path)
+
+    assert "all_reduce_gradients(module)" in found.after
+    assert "dist.all_reduce" not in found.after
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "for p in module.parameters():\n    g = p.grad.half()\n    dist.all_reduce(g)\n    p.grad.copy_(g / 2)",
+        "flat = torch.cat([p.grad.view(-1) for p in module.parameters()])\ndist.all_reduce(flat)\n"
+        "flat /= dist.get_world_size()\nprint(flat.norm().item())\n"
+        "torch.nn.utils.vector_to_parameters(flat, [p.grad for p in module.parameters()])",
+        "from mylib import all_reduce_and_rescale\ngrads = [p.grad.data for p in module.parameters()]\n"
+        "all_reduce_and_rescale(grads, 1.0)",
+    ],
+)
+def test_an_average_that_is_not_understood_is_told_and_no_wrapper_is_spoken_of(lines: str, tmp_path: Path) -> None:
+    found = _port(f"{HEAD}module(x).sum().backward()\n{lines}\noptimizer.step()\n", tmp_path)
+
+    assert found.after == found.before
+    ((is_open, text),) = _remarks(found)
+    assert is_open
+    assert "by hand" in text
+    assert "wrapper" not in text
+
+
+def test_a_clip_before_the_average_is_told(tmp_path: Path) -> None:
+    clip = "    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)\n"
+    text = HEAD + LINES.format("p.grad /= dist.get_world_size()").replace("backward()\n", f"backward()\n{clip}", 1)
+    found = _port(text, tmp_path)
+
+    assert any("clips the gradients of each rank alone" in text and not is_open for is_open, text in _remarks(found))
+
+
+def test_a_file_with_a_helper_alone_names_the_file_to_port(tmp_path: Path) -> None:
+    helper = "def average(tensors):\n    for tensor in tensors:\n        dist.all_reduce(tensor)\n        tensor /= 2\n"
+    with pytest.raises(ScriptError, match="goes with the file that calls it"):
+        _port(f"{HEAD}{helper}", tmp_path)
