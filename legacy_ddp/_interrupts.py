@@ -5,7 +5,6 @@ undoes the change, or in the ``finally`` itself.
 """
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -27,39 +26,31 @@ def undone_by(undo: Callable[[], object]) -> Iterator[None]:
         undo()
 
 
-class Owner:
-    """The function that calls ``__enter__`` of an object, as the owner of what the object holds until its ``__exit__``.
+class Owned(Protocol):
+    """An object that holds something for the function that has called its ``__enter__``, until ``__exit__``.
 
-    An exception between ``__enter__`` and the block, or at the begin of ``__exit__``, makes it leave without the end.
+    ``thread``, ``frame``: of that function. ``__exit__`` sets ``frame`` to None: the variables of the function would
+    otherwise live on.
     """
 
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self._frame: FrameType | None = sys._getframe(2)
-
-    def has_left(self) -> bool:
-        """Whether the function has returned, or was ended by an exception."""
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is None
-
-    def forget(self) -> None:
-        """Forget the function, whose variables would otherwise live on."""
-        self._frame = None
+    thread: int
+    frame: FrameType | None
 
 
-class Owned(Protocol):
-    """An object with an :class:`Owner`."""
-
-    owner: Owner
+def has_left(owned: Owned) -> bool:
+    """Whether the function has returned, or was ended by an exception: between ``__enter__`` and the block, for
+    example, or at the begin of ``__exit__``."""
+    frame = sys._current_frames().get(owned.thread)
+    while frame is not None and frame is not owned.frame:
+        frame = frame.f_back
+    return frame is None
 
 
 T = TypeVar("T", bound=Owned)
 
 
 class OwnedLock(Generic[T]):
-    """A lock that names its holder, so that a holder whose owner has left can be told from one that works."""
+    """A lock that names its holder, so that a holder whose function has left can be told from one that works."""
 
     def __init__(self) -> None:
         self._holder: dict[None, T] = {}  # one at most: setdefault() is one step for all threads

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Never, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Never, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -163,7 +163,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         with self._synchronizer.planner.released_on_failure():
             group = self._group.resolve()
             with self._synchronizer.call(Operation.CONSTRUCTION, group) as call:
-                chosen = self._synchronizer.transport(group)
+                chosen = self._synchronizer.on_groups[group].transport
                 construct(call, chosen, module, settings, plan, world_size=size, wrapper=kind, problem=problem)
                 log_construction(call.groups.rank, self.extra_repr)
             if init_sync:
@@ -239,9 +239,11 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         After all errors but LostPeerError every ``.grad`` is unchanged on every rank, and the next call may succeed.
         """
         synchronizer, arguments = self._synchronizer, Arguments(sample_size, skip, metrics)
-        if not synchronizer.policy.sync_enabled:
+        if synchronizer.policy.open_blocks:
             return synchronizer.idle_call(self._group.resolve())
-        parameters, group = partial(synchronizer.planner.walk.columns, self.module), self._group.resolve()
+        # Not ``self.module``, which is found by a search in Python.
+        parameters = partial(synchronizer.planner.walk.columns, cast(nn.Module, self._modules["module"]))
+        group = self._group.resolve()
         notice = None if self._joining is None else self._notify
         try:
             record = all_reduce(synchronizer, parameters, group, arguments, notice=notice)

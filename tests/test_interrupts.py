@@ -35,7 +35,7 @@ from legacy_ddp._buckets.slot_views import SlotViews, _made
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.check_list import EvaluationHint
 from legacy_ddp._collectives.state import Synchronizer, are_forwards_private, private_forwards
-from legacy_ddp._interrupts import OwnedLock, Owner, undone_by
+from legacy_ddp._interrupts import OwnedLock, undone_by
 from legacy_ddp._replicas import rotation
 from legacy_ddp._replicas.digest import add_memory
 from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
@@ -328,7 +328,7 @@ def _check_children(shared: _Shared) -> None:
 _FIRST, _DETAIL = partial(Training, steps=0), partial(Training, checks="detail")
 _REPRODUCIBLE = partial(Training, steps=1, reproducible=True)
 _DETAIL_FIRST = partial(Training, steps=0, checks="detail")
-_CALL = (Call.__enter__, Call.__exit__, Call._begin, Call._release, Call._end_call, Owner.__init__, OwnedLock.take)
+_CALL = (Call.__enter__, Call.__exit__, Call._take_over, Call._release, Call._end_call, OwnedLock.take)
 _CASES = {
     "parts of the replica": Case(
         (RotatingDigests._find_parts, RotatingDigests._digest, rotation.divide, rotation._tensors_of), _FIRST

@@ -87,10 +87,10 @@ class Agreement:
         self.has_same_mask = headers.is_equal("mask")
         self.is_uniform = headers.is_alike and not own.leaves and not own.flags & Flag.FAILED
         self.some_flags = self.common_flags = own.flags
-        self.participants: Sequence[int] = range(len(headers))
+        self.participants: Sequence[int] = range(headers.size)
         self.skipped_ranks: tuple[int, ...] = ()
         self.sample_size: int | None = None
-        self.divisor = len(headers)
+        self.divisor = headers.size
         if not headers.is_alike or own.participation != Participation.PLAIN:
             self._count()
 
@@ -109,7 +109,7 @@ class Agreement:
 
     def leave_out_all(self) -> None:
         """Reduce nothing: the gradients of no rank count."""
-        self.participants, self.skipped_ranks, self.divisor = (), tuple(range(len(self.headers))), 0
+        self.participants, self.skipped_ranks, self.divisor = (), tuple(range(self.headers.size)), 0
 
     @property
     def rows(self) -> Sequence[Header]:
@@ -187,17 +187,30 @@ def announcing_failures(call: Call) -> Iterator[None]:
             call.prepare_watchdog()
         yield
     except Exception as error:
-        add_explanation(error)
-        if isinstance(error, LegacyDDPError) and error.call is None:
-            error.call, error.phase = call.number, call.phase_name
-        header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
-        with call.phase("agree"):
-            headers = Headers(*call.exchange_headers(*encode_header(header)))
-            problem = _find_failure(call, headers.rows, error_text(error))
-        if problem is None:
-            call.mark_finished()
-            raise
-        raise problem from error
+        announce_failure(call, error)
+        raise
+
+
+def announce_failure(call: Call, error: Exception) -> None:
+    """Tell the other ranks in a header that ``error`` ended the local work of this rank. Returns if every rank failed
+    with the same text: then no rank waits.
+
+    Raises:
+        PeerError: as :func:`announcing_failures`.
+    """
+    add_explanation(error)
+    if isinstance(error, LegacyDDPError) and error.call is None:
+        error.call, error.phase = call.number, call.phase_name
+    header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
+    with call.phase("agree"):
+        headers = Headers(*call.exchange_headers(*encode_header(header)))
+        problem = _find_failure(call, headers.rows, error_text(error))
+    try:
+        if problem is not None:
+            raise problem from error
+    finally:
+        del problem  # its traceback holds this frame
+    call.mark_finished()
 
 
 def agree_on_kinds(call: Call, kinds: Sequence[int]) -> list[int]:

@@ -174,11 +174,8 @@ class Headers:
 
     def __init__(self, alike: bytes, others: bytes) -> None:
         self._alike, self._others = alike, others
-        self._size = len(alike) // _ALIKE
-        self.is_alike = alike == alike[:_ALIKE] * self._size
-
-    def __len__(self) -> int:
-        return self._size
+        self.size = len(alike) // _ALIKE
+        self.is_alike = alike == alike[:_ALIKE] * self.size
 
     def __reduce__(self) -> tuple[type["Headers"], tuple[bytes, bytes]]:
         """A record with its headers may be copied and pickled."""
@@ -189,7 +186,7 @@ class Headers:
         """The headers of all ranks, decoded."""
         parts = (
             self._alike[_ALIKE * rank : _ALIKE * (rank + 1)] + self._others[_OTHERS * rank : _OTHERS * (rank + 1)]
-            for rank in range(self._size)
+            for rank in range(self.size)
         )
         return [Header(*_ROW.unpack(part)) for part in parts]
 
@@ -200,7 +197,8 @@ class Headers:
 
     def is_equal(self, name: str) -> bool:
         """Whether the fact ``name`` is equal on all ranks."""
-        values = self.column(name)
+        is_alike, kind, places = _PLACES[name]
+        values = memoryview(self._alike if is_alike else self._others).cast(kind)[places].tolist()
         return values.count(values[0]) == len(values)
 
     @property

@@ -78,11 +78,11 @@ class FlatBuffer:
         self._wire_dtype = bucket.dtype if self._is_for_hook else wire_dtype(bucket.dtype, settings.reduce_dtype)
         self.may_need_wire = self._is_for_hook or self._wire_dtype != bucket.dtype  # :meth:`make_wire` may do something
         self._views: SlotViews | None = None  # made by the first backward or call
-        self._spare: SlotViews | None = None  # of an earlier call, if the user keeps a gradient of every call
+        self.spare: SlotViews | None = None  # kept from an earlier call, if the user keeps a gradient of every call
         self._views_lock = threading.Lock()  # backward passes may run in several threads
         self.moves_enabled = True  # False while the flat tensor holds values that are still needed
-        self._is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot
-        self._was_view = self._is_view  # the same when the call began: pack() may move all gradients
+        self.is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot, as of match_views()
+        self._was_view = self.is_view  # the same when the call began: pack() may move all gradients
         self._are_like_slots = False  # whether every gradient is present and like its slot, and none is the view
         self._held: frozenset[int] = frozenset()  # the slots with a result of the last call in memory of the script
         # Identity and version of the gradient that the last call left for each slot, where some of them are not views.
@@ -103,17 +103,12 @@ class FlatBuffer:
 
     @property
     def flat(self) -> torch.Tensor:
-        return self.views.flat
+        return (self._views or self.views).flat
 
     @property
     def segment(self) -> Segment | None:
         """The shared memory of the flat tensor, None for ordinary memory."""
-        return self.views.segment
-
-    @property
-    def has_spare(self) -> bool:
-        """Whether the memory of an earlier call is kept, and may be used again."""
-        return self._spare is not None
+        return (self._views or self.views).segment
 
     @property
     def payload(self) -> torch.Tensor:
@@ -122,8 +117,8 @@ class FlatBuffer:
 
     def match_views(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Note which gradients (one per slot) are the views of their slots."""
-        self._is_view = self._views.match_views(grads) if self._views is not None else [False] * len(self._is_view)
-        self._was_view = self._is_view
+        self.is_view = self._views.match_views(grads) if self._views is not None else [False] * len(self.is_view)
+        self._was_view = self.is_view
         self._are_like_slots = False
 
     def check(self, grads: Sequence[torch.Tensor | None]) -> None:
@@ -132,12 +127,10 @@ class FlatBuffer:
         Raises:
             GradientError: as :func:`check_gradient`.
         """
-        if all(self._is_view):
-            return
         if self._views is not None and self._views.matches_slots(grads):
-            self._are_like_slots = not any(self._is_view)
+            self._are_like_slots = not any(self.is_view)
             return
-        for slot, grad, is_view in zip(self.bucket.slots, grads, self._is_view, strict=True):
+        for slot, grad, is_view in zip(self.bucket.slots, grads, self.is_view, strict=True):
             if grad is not None and not is_view:
                 check_gradient(self.bucket, slot, grad)
 
@@ -146,13 +139,13 @@ class FlatBuffer:
 
         No ``.grad`` can see the writes. ``copy=False`` only makes the memory available.
         """
-        views = self.views
-        if views.has_external_refs(self._is_view) or not self._policy.fits(self.bucket, views.segment):
-            self._change_memory()
+        views = self._views or self.views
+        if views.has_external_refs(self.is_view) or not self._policy.fits(self.bucket, views.segment):
+            views = self._change_memory()
         else:
-            self._spare = None
-        if copy and not all(self._is_view):
-            self._copy_in(self.views.tensors, grads)
+            self.spare = None
+        if copy and not all(self.is_view):
+            self._copy_in(views.made.tensors, grads)
 
     def move_to_slot(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
         """Move the new gradient to its slot during backward, if nothing else refers to gradient or slot.
@@ -170,13 +163,13 @@ class FlatBuffer:
             return None
         if not views.is_slot_unreferenced(index):
             return None
-        moved = views.tensors[index].copy_(grad)
+        moved = views.made.tensors[index].copy_(grad)
         parameter.grad = moved
         return moved
 
     def kinds(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
         """The kind of each gradient (one per slot). Call :meth:`match_views` first."""
-        return [DENSE] * len(grads) if self._are_like_slots or all(self._is_view) else kinds_of(grads)
+        return [DENSE] * len(grads) if self._are_like_slots or all(self.is_view) else kinds_of(grads)
 
     def make_wire(self, *, has_peers: bool) -> None:
         """Allocate the copy for sending, if needed: for a different dtype, or for a hook to write to. Else drop it."""
@@ -190,8 +183,8 @@ class FlatBuffer:
 
     def release_memory(self) -> None:
         """Drop all memory; the next call allocates new memory."""
-        self._views = self._spare = self.wire = None
-        self._is_view = [False] * len(self._is_view)
+        self._views = self.spare = self.wire = None
+        self.is_view = [False] * len(self.is_view)
 
     def holds_only_views(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether every packed gradient was the view left by the last call. Writes to the views do not matter."""
@@ -211,7 +204,7 @@ class FlatBuffer:
         """Whether ``grad`` is the object left for the slot by the last call. Writes to the object do not matter."""
         if self._result_identities:
             return internals.identity(grad) is self._result_identities[index]
-        return self._views is not None and self._views.has_result and grad is self._views.tensors[index]
+        return self._views is not None and self._views.has_result and grad is self._views.made.tensors[index]
 
     def result_version(self, index: int) -> int:
         """The version of the gradient left for the slot by the last call, at the end of the call."""
@@ -225,7 +218,7 @@ class FlatBuffer:
         """The view of the slot, if the last call has left it as the gradient."""
         if self._views is None:
             return None
-        view = self._views.tensors[index]
+        view = self._views.made.tensors[index]
         return view if self.is_last_result(index, view) else None
 
     @property
@@ -250,18 +243,18 @@ class FlatBuffer:
 
         A gradient in memory of the script, which is looked for unless ``given`` is None, gets its result there.
         """
-        views = self.views
+        views = self._views or self.views
         zeros = frozenset[int]()
         if ZEROS in kinds:
             zeros = frozenset(index for index, kind in enumerate(kinds) if kind == ZEROS)
             for index in zeros:
-                views.tensors[index].zero_()  # the sum left out the slot, so that it may hold anything
+                views.made.tensors[index].zero_()  # the sum left out the slot, so that it may hold anything
             kinds = [DENSE if kind == ZEROS else kind for kind in kinds]
-        self._held = self._find_held(parameters, given)
+        self._held = frozenset() if given is None and not self._held else self._find_held(parameters, given)
         if not self.as_views or self._held:
-            self._copy_out(views.tensors, parameters, kinds)
-        elif not all(self._is_view) or kinds.count(DENSE) < len(kinds):
-            for view, parameter, kind, is_view in zip(views.tensors, parameters, kinds, self._is_view, strict=True):
+            self._copy_out(views.made.tensors, parameters, kinds)
+        elif not all(self.is_view) or kinds.count(DENSE) < len(kinds):
+            for view, parameter, kind, is_view in zip(views.made.tensors, parameters, kinds, self.is_view, strict=True):
                 if kind == DENSE and not is_view:
                     parameter.grad = view
                 elif kind == ABSENT:
@@ -276,11 +269,11 @@ class FlatBuffer:
 
     def _find_held(self, parameters: Sequence[torch.Tensor], given: Collection[int] | None) -> frozenset[int]:
         """The slots with a gradient of the script: found now, or in an earlier call, whose result it holds."""
-        if not self.as_views or (given is None and not self._held):
+        if not self.as_views:
             return frozenset()
         given, indices = set(given or ()), []
         for index, parameter in enumerate(parameters):
-            if (grad := parameter.grad) is None or self._is_view[index]:
+            if (grad := parameter.grad) is None or self.is_view[index]:
                 continue
             if self.is_last_result(index, grad):
                 if index not in self._held:
@@ -300,7 +293,7 @@ class FlatBuffer:
         for index, (view, parameter, kind) in enumerate(zip(views, parameters, kinds, strict=True)):
             if kind == ABSENT:
                 parameter.grad = None
-            elif kind == DENSE and not self._is_view[index]:
+            elif kind == DENSE and not self.is_view[index]:
                 grad, is_copied = parameter.grad, not self.as_views or index in self._held
                 if not (is_copied and grad is not None and can_hold_result(grad, view) and taken.take(grad)):
                     grad = view if self.as_views else torch.empty_like(view)
@@ -311,21 +304,22 @@ class FlatBuffer:
         if slots:
             internals.foreach_copy(targets, slots)
 
-    def _change_memory(self) -> None:
+    def _change_memory(self) -> SlotViews:
         """Leave the memory to its holders, and take the spare if nothing refers to it, else fresh memory.
 
         In a loop that keeps a gradient of every call, for example in a loop variable, the spare is free again. Writing
         to the spare takes half the time of writing to fresh memory.
         """
-        free = self._spare
+        free = self.spare
         if free is None or not self._policy.fits(self.bucket, free.segment) or not free.is_reusable():
             free = SlotViews(self.bucket, self._policy)
-        self._views, self._spare, self._is_view = free, self._views, [False] * len(self._is_view)
+        self._views, self.spare, self.is_view = free, self._views, [False] * len(self.is_view)
+        return free
 
     def _copy_in(self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         slots: list[torch.Tensor] = []
         loose: list[torch.Tensor] = []
-        for view, grad, is_view in zip(views, grads, self._is_view, strict=True):
+        for view, grad, is_view in zip(views, grads, self.is_view, strict=True):
             if not is_view and grad is not None and grad.layout is torch.strided:
                 slots.append(view)
                 loose.append(grad)

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from operator import attrgetter
-from typing import NamedTuple
+from itertools import accumulate, pairwise, repeat
+from operator import attrgetter, is_
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -57,7 +57,7 @@ class Signature:
         if (names, list(map(id, tensors)), list(map(type, tensors))) != self._identities:
             return False
         shaped = self._shaped(tensors) if self._has_lazy or len(self._first) < len(tensors) else tensors
-        if self._guards.match(shaped) and internals.grad_dtypes(shaped) == self._facts[0]:
+        if self._guards.match(*shaped) and internals.grad_dtypes(shaped) == self._facts[0]:
             return True
         if _facts(shaped) != self._facts:
             return False
@@ -100,16 +100,12 @@ def parameter_columns(module: nn.Module) -> Columns:
 class ParameterWalk:
     """Walks over the parameters of a module. Names are made again only if they changed since the walk before.
 
-    Keeps nothing but names alive. ``tree``: an object that the walk replaces if a name of a parameter, buffer or module
-    changes; None if it cannot tell.
+    Keeps nothing but names alive. ``walked``: an object that the walk replaces if a name of a parameter, buffer or
+    module changes, None if it cannot tell; and the names of the parameters.
     """
 
     def __init__(self) -> None:
-        self._walked: tuple[list[object] | None, list[str]] = None, []  # a tree, and its names
-
-    @property
-    def tree(self) -> list[object] | None:
-        return self._walked[0]
+        self.walked: tuple[list[object] | None, list[str]] = None, []
 
     def columns(self, module: nn.Module) -> Columns:
         """The same as ``module.named_parameters(remove_duplicate=False)``, in a tenth of the time.
@@ -129,21 +125,20 @@ class ParameterWalk:
             is_plain = is_plain and (not buffers or isinstance(buffers, dict))
             is_usual = is_plain and current.__dict__.keys().isdisjoint(_WALKS)
             if not (is_usual and _has_usual_walk(type(current))):  # type: ignore[arg-type]  # a class has a hash
-                self._walked = None, self._walked[1]
+                self.walked = None, self.walked[1]
                 return columns(module.named_parameters(remove_duplicate=False))
             tree.append((*own, None, *children))
             if buffers:
                 tree.append([name for name, buffer in buffers.items() if buffer is not None])
             tensors += own.values()
             stack += reversed(children.values())
-        if tree != self._walked[0]:
-            self._walked = tree, list(_names_in(module, ""))
-        all_names = self._walked[1]
-        present = [tensor for tensor in tensors if tensor is not None]
-        if len(present) == len(tensors):
-            return Columns(all_names, present)
-        names = [name for name, tensor in zip(all_names, tensors, strict=True) if tensor is not None]
-        return Columns(names, present)
+        if tree != self.walked[0]:
+            self.walked = tree, list(_names_in(module, ""))
+        all_names = self.walked[1]
+        if not any(map(is_, tensors, repeat(None))):
+            return Columns(all_names, cast(Sequence[torch.Tensor], tensors))
+        named = [(name, tensor) for name, tensor in zip(all_names, tensors, strict=True) if tensor is not None]
+        return columns(named)
 
 
 def _names_in(module: nn.Module, prefix: str) -> Iterator[str]:
@@ -220,18 +215,19 @@ class _MoveHook(PassiveHook):
                 counting.left_version, counting.grad_identity = moved._version, internals.identity(moved)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # a frozen dataclass takes three times as long to make, in every call
 class Plan:
     """The input of a call: the layout's slots, the parameter of each slot, and the buffers with the slots.
 
-    A sequence with an item per slot is always flat, over all buckets. ``slot_ranges``: each buffer, with the range of
-    its slots among all slots.
+    Nothing changes it. A sequence with an item per slot is always flat, over all buckets. ``slot_ranges``: each buffer,
+    with the range of its slots among all slots.
     """
 
     layout: Layout
     parameters: Sequence[torch.Tensor]
     buffers: Sequence[FlatBuffer]
     slot_ranges: Sequence[tuple[FlatBuffer, slice]]
+    may_need_wire: bool
 
     @property
     def grads(self) -> list[torch.Tensor | None]:
@@ -252,7 +248,7 @@ class Plan:
         """
         for buffer, slots in self.slot_ranges:
             buffer.match_views(grads[slots])
-            if are_used:
+            if are_used and not all(buffer.is_view):
                 buffer.check(grads[slots])
         for buffer, slots in self.slot_ranges:
             buffer.pack(grads[slots], copy=are_used)
@@ -288,7 +284,8 @@ class Plan:
 class _Known(NamedTuple):
     """A plan without its parameters. Replaced as a whole, so that an exception leaves no half of a change.
 
-    ``order``: for each slot, the position of its parameter among the named parameters.
+    ``order``: for each slot, the position of its parameter among the named parameters. ``may_need_wire``: of any
+    buffer.
     """
 
     signature: Signature
@@ -296,10 +293,7 @@ class _Known(NamedTuple):
     order: Sequence[int]
     buffers: Sequence[FlatBuffer]
     slot_ranges: Sequence[tuple[FlatBuffer, slice]]
-
-    def with_parameters(self, tensors: Sequence[torch.Tensor]) -> Plan:
-        """The plan for the named parameters ``tensors``."""
-        return Plan(self.layout, list(map(tensors.__getitem__, self.order)), self.buffers, self.slot_ranges)
+    may_need_wire: bool
 
 
 class Planner:
@@ -349,9 +343,9 @@ class Planner:
         names, tensors = columns
         known = self._known
         if known is not None and known.signature.matches(names, tensors):
-            plan = known.with_parameters(tensors)
-            if self.counter.is_attached_to(plan.parameters):
-                return plan
+            parameters = list(map(tensors.__getitem__, known.order))
+            if self.counter.is_attached_to(parameters):
+                return Plan(known.layout, parameters, known.buffers, known.slot_ranges, known.may_need_wire)
         return self._replan(names, tensors)
 
     def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Plan:
@@ -361,8 +355,10 @@ class Planner:
         position = {name: index for index, name in enumerate(names)}
         order = [position[slot.name] for slot in layout.slots]
         buffers = [FlatBuffer(bucket, self.settings, self.segments) for bucket in layout.buckets]
-        known = _Known(Signature(names, tensors), layout, order, buffers, _slot_ranges(buffers))
-        plan = known.with_parameters(tensors)
+        may_need_wire = any(buffer.may_need_wire for buffer in buffers)
+        known = _Known(Signature(names, tensors), layout, order, buffers, _slot_ranges(buffers), may_need_wire)
+        parameters = list(map(tensors.__getitem__, order))
+        plan = Plan(layout, parameters, buffers, known.slot_ranges, may_need_wire)
         last_results = [SlotResult(buffer, index) for buffer in buffers for index in range(len(buffer.bucket.slots))]
         self._frozen.attach([(item.name, item.tensor) for item in items if _may_thaw(item.tensor)])
         # Before the new hooks that count: after a move they would not notice that the gradient is new.

@@ -28,7 +28,7 @@ _serials = count(1)
 
 
 class Segment:
-    """Shared memory of ``size_bytes``. ``serial``: number in this process, from 1.
+    """Shared memory of ``size_bytes``. ``serial``: number in this process, from 1. ``process``: that has made it.
 
     When the segment is deleted, its memory becomes private: from then on only gradients kept by the user are in it.
 
@@ -38,8 +38,8 @@ class Segment:
 
     def __init__(self, size_bytes: int) -> None:
         self.serial = next(_serials)
-        self._process = os.getpid()
-        self._file = OpenFile(_new_file(f"{_NAME_PREFIX}{self._process}"))
+        self.process = os.getpid()
+        self._file = OpenFile(_new_file(f"{_NAME_PREFIX}{self.process}"))
         with ExitStack() as failed:
             failed.callback(self._file.close)
             _reserve(self.descriptor, size_bytes)
@@ -52,11 +52,6 @@ class Segment:
     def descriptor(self) -> int:
         """Of the file behind the memory."""
         return self._file.descriptor
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks can use the memory: false in a forked child, whose memory is private."""
-        return self._process == os.getpid()
 
 
 class SegmentPolicy:
@@ -77,8 +72,9 @@ class SegmentPolicy:
 
     def fits(self, bucket: Bucket, segment: Segment | None) -> bool:
         """Whether memory with ``segment``, None for ordinary memory, is of the kind that ``bucket`` shall have."""
-        is_shared = segment is not None and segment.is_shared
-        return is_shared == self.is_for(bucket)
+        # In a forked child the memory is private.
+        is_shared = segment is not None and segment.process == os.getpid()
+        return is_shared == (self.wanted and not self.problem and bucket.may_be_shared)
 
     def carries(self, bucket: Bucket) -> bool:
         """Whether the host transport will carry ``bucket``, unless memory fails on another rank.

@@ -7,7 +7,7 @@ dtype are compared, too.
 """
 
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, repeat
 from operator import attrgetter, is_, le, not_
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import Bucket, Slot
 from legacy_ddp._buckets.segment import SegmentPolicy
 
+_VERSION = attrgetter("_version")
 # The memory of every flat tensor that exists: the storage, and the addresses of its begin and its end.
 _flat_memory: list[tuple[Any, int, int]] = []
 
@@ -49,7 +50,7 @@ def _made(
 class SlotViews:
     """A tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty slot has memory of its own.
 
-    ``segment``: the shared memory of ``flat``, None for ordinary memory.
+    ``made.tensors``: the views. ``segment``: the shared memory of ``flat``, None for ordinary memory.
     ``transport_view``: the memory of ``flat`` under a further storage. A thread of the transport may hold a sent tensor
     for milliseconds after the wait; the extra storage keeps this reference out of the counts of the slots.
     """
@@ -60,39 +61,34 @@ class SlotViews:
         self.transport_view = internals.under_own_storage(self.flat)
         self._slots = bucket.slots
         tensors = [self._make(slot) for slot in self._slots]
-        self._made = made = _made(tensors, [view.untyped_storage() for view in tensors], [])
+        self.made = made = _made(tensors, [view.untyped_storage() for view in tensors], [])
         self._addresses = list(map(torch.Tensor.data_ptr, tensors))
         # Counted with a second list that holds the tensors, because every later count is made with a second list, too.
         self._expected_refs = internals.ref_counts(tensors[:], made.storages[:], made.handles)
         (self._expected_storage_refs,) = _ref_counts_of_each([internals.under_own_storage(self.flat).untyped_storage()])
         self._result_versions: list[int] = []  # of the views, when the last call left its result
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The views, one per slot."""
-        return self._made.tensors
-
     def match_views(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """For each gradient (one per slot): whether the gradient is the view of its slot."""
-        tensors = self._made.tensors
-        if not self._made.guards.match(tensors) or list(map(torch.Tensor.data_ptr, tensors)) != self._addresses:
+        tensors = self.made.tensors
+        if not self.made.guards.match(*tensors) or list(map(torch.Tensor.data_ptr, tensors)) != self._addresses:
             tensors = self._rebuild()
         return list(map(is_, grads, tensors))
 
     def matches_slots(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is like its slot: dense, of the same shape, strides and dtype, and plain."""
-        present = [grad for grad in grads if grad is not None]
-        return len(present) == len(self._slots) and self._made.guards.match(present)
+        return not any(map(is_, grads, repeat(None))) and self.made.guards.match(*grads)
 
     def has_external_refs(self, is_view: Sequence[bool]) -> bool:
         """Whether anything refers to memory of a slot, besides gradients that are views (``is_view``, per slot)."""
-        made = self._made
+        made = self.made
         if made.replaced:
             if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(made.replaced)):
                 return True
-            self._made = made = made._replace(replaced=[])
+            self.made = made = made._replace(replaced=[])
         idle = list(compress(made.tensors, map(not_, is_view)))
-        return not self._has_expected_refs(idle, made.storages[:], made.handles)
+        now = internals.ref_counts(idle, made.storages[:], made.handles)
+        return not all(map(le, now, self._expected_refs))
 
     def is_reusable(self) -> bool:
         """Whether nothing refers to memory of any slot. Rebuilds changed views."""
@@ -100,13 +96,13 @@ class SlotViews:
 
     def is_slot_unreferenced(self, index: int) -> bool:
         """Whether the slot can be written to unseen: nothing refers to its memory, ``.grad`` included."""
-        one, made = slice(index, index + 1), self._made
-        counts_fit = self._has_expected_refs(made.tensors[one], made.storages[one], made.handles[one])
-        return counts_fit and self._is_intact(index)
+        one, made = slice(index, index + 1), self.made
+        now = internals.ref_counts(made.tensors[one], made.storages[one], made.handles[one])
+        return all(map(le, now, self._expected_refs)) and self._is_intact(index)
 
     def note_result(self) -> None:
         """Remember the versions of the views, at the end of a call."""
-        self._result_versions = self._versions()
+        self._result_versions = list(map(_VERSION, self.made.tensors))
 
     @property
     def has_result(self) -> bool:
@@ -120,16 +116,7 @@ class SlotViews:
     @property
     def was_written(self) -> bool:
         """Whether a view was written to since :meth:`note_result`."""
-        return self._result_versions != self._versions()
-
-    def _versions(self) -> list[int]:
-        return list(map(attrgetter("_version"), self._made.tensors))
-
-    def _has_expected_refs(
-        self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], handles: Sequence[int]
-    ) -> bool:
-        now = internals.ref_counts(views, storages, handles)
-        return all(map(le, now, self._expected_refs))
+        return self._result_versions != list(map(_VERSION, self.made.tensors))
 
     def _make(self, slot: Slot) -> torch.Tensor:
         if slot.numel == 0:
@@ -142,19 +129,19 @@ class SlotViews:
         A detached gradient or a row of a gradient may still refer to the old storage, and so to memory of the slot.
         Therefore the old storage is kept, and its references are counted.
         """
-        tensors, storages, _, _, replaced = self._made
+        tensors, storages, _, _, replaced = self.made
         tensors, storages, replaced = tensors[:], storages[:], replaced[:]
         for index, slot in enumerate(self._slots):
             if not self._is_intact(index):
                 replaced.append(storages[index])
                 tensors[index] = self._make(slot)
                 storages[index] = tensors[index].untyped_storage()
-        self._made = _made(tensors, storages, replaced)
+        self.made = _made(tensors, storages, replaced)
         return tensors
 
     def _is_intact(self, index: int) -> bool:
         """Whether the view is as it was made. In-place functions of a user may change all that is compared here."""
-        view, slot = self.tensors[index], self._slots[index]
+        view, slot = self.made.tensors[index], self._slots[index]
         return (
             type(view) is torch.Tensor
             and view.data_ptr() == self._addresses[index]

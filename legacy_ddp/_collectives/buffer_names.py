@@ -37,7 +37,7 @@ class BufferNames(Check):
         self._warnings = 0
 
     def facts(self, step: LocalStep) -> None:
-        tree = self._walk.tree
+        tree, _ = self._walk.walked
         if tree is None or tree is not self._tree:
             names = self._find()
             self._names = self._names if names == self._names else names

@@ -5,7 +5,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from itertools import compress
 from typing import Any
@@ -139,7 +139,7 @@ class SameData(Check):
 
     def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
         """The warning after ``SUSPICIOUS_CALLS`` calls."""
-        norms = agreement.column("norm_bits")
+        norms = agreement.headers.column("norm_bits")
         if len(set(norms)) == len(norms):
             if self._streaks:
                 self._streaks.pop(step.call.groups, None)
@@ -233,7 +233,8 @@ class DividedResults(Check):
         return positions
 
     def end(self, step: LocalStep) -> None:
-        step.counter.mark_divided_again(self._marked)
+        if self._marked or step.counter.divided:
+            step.counter.mark_divided_again(self._marked)
         if self._marked:
             guard_steps()
 
@@ -355,13 +356,19 @@ class LateRankReport(Check):
 
 
 class CheckList:
-    """The checks of a set of parameters, by the methods that they override: a call asks no check in vain."""
+    """The checks of a set of parameters, by the methods that they override: a call asks no check in vain.
+
+    ``…_on_cpu``: without the check that is not asked if all parameters are on the CPU. ``observing``: rank 0 asks these
+    after the call, each until it has a text.
+    """
 
     def __init__(self, checks: Sequence[Check]) -> None:
         self.all = checks
         self._late = next(check for check in checks if isinstance(check, LateNonFiniteGradients))
         self.with_facts = _overriding(checks, "facts")
         self.with_compare = _overriding(checks, "compare")
+        self.with_facts_on_cpu = [check for check in self.with_facts if check is not self._late]
+        self.with_compare_on_cpu = [check for check in self.with_compare if check is not self._late]
         self.with_end = _overriding(checks, "end")
         self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
         self.with_forward = _overriding(checks, "begin_forward")
@@ -378,13 +385,6 @@ class CheckList:
     def flush(self, call: Call) -> str | None:
         """As :meth:`LateNonFiniteGradients.flush`."""
         return self._late.flush(call)
-
-    def observe(self, step: LocalStep, agreement: Agreement) -> Iterator[tuple[Check, str]]:
-        """The checks with a text of rank 0 for a call, which are not asked again."""
-        for check in tuple(self.observing):
-            if text := check.observe(step, agreement):
-                self.observing.remove(check)
-                yield check, text
 
 
 def _overriding(checks: Sequence[Check], method: str) -> list[Check]:

@@ -71,7 +71,7 @@ class Piece(Work):
     def add_on_host(self, order: "Order", divisor: float = 1.0) -> None:
         """Put the sum over the ranks of the host, divided by ``divisor``, into ``carried``."""
         for chunk, carried in self.with_carried():
-            total = total_of(order, chunk)
+            total = order.total_of(chunk)
             carried.copy_(total if divisor == 1.0 else total.div_(divisor))
 
     def with_carried(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
@@ -87,11 +87,11 @@ class Order(ABC):
 
     @abstractmethod
     def scratch(self, memory: "HostMemory", numel: int) -> list[torch.Tensor]:
-        """Tensors of ``numel`` elements, as many as :meth:`add` needs for the parts of ``memory``."""
+        """Tensors of ``numel`` elements, as many as :meth:`total_of` needs for the parts of ``memory``."""
 
     @abstractmethod
-    def add(self, parts: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of ``parts``, in ``scratch``."""
+    def total_of(self, chunk: Chunk) -> torch.Tensor:
+        """The sum of the parts of a chunk, in its scratch memory."""
 
     @abstractmethod
     def sum_between_hosts(self, call: Call, pieces: Sequence[Piece], divisor: int) -> Iterator[Chunk]:
@@ -113,9 +113,9 @@ class RankOrder(Order):
         dtype = sum_dtype(memory.bucket.dtype, self._reduce_dtype)
         return [torch.empty(numel, dtype=dtype, device="cpu")]
 
-    def add(self, parts: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor]) -> torch.Tensor:
+    def total_of(self, chunk: Chunk) -> torch.Tensor:
         """The scratch memory may have a wider dtype."""
-        total, (first, second, *others) = scratch[0], parts
+        total, (first, second, *others) = chunk.scratch[0], chunk.parts
         if total.dtype != first.dtype:
             total.copy_(first).add_(second)
         else:
@@ -154,8 +154,8 @@ class TreeOrder(Order):
         parts = memory.parts
         return [torch.empty(numel, dtype=parts[0].dtype, device="cpu") for _ in range(len(parts) // 2)]
 
-    def add(self, parts: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor]) -> torch.Tensor:
-        return add_in_tree_order(parts, scratch)
+    def total_of(self, chunk: Chunk) -> torch.Tensor:
+        return add_in_tree_order(chunk.parts, chunk.scratch)
 
     def sum_between_hosts(self, call: Call, pieces: Sequence[Piece], divisor: int) -> Iterator[Chunk]:
         """A host is a rank of the tree over the hosts."""
@@ -239,7 +239,7 @@ class HostReducer(Reducer):
         for work in works:
             with call.profiled(f"sum {work.label}"):
                 for chunk in work.chunks:
-                    divide(chunk, total_of(self._order, chunk), divisor)
+                    divide(chunk, self._order.total_of(chunk), divisor)
                     give_out(chunk)
 
     def _works_of(self, memory: HostMemory, runs: Sequence[Run]) -> Sequence[Work]:
@@ -312,34 +312,25 @@ def part_of(run: Run, rank: int, size: int) -> Run:
     return border(rank), border(rank + 1)
 
 
-def total_of(order: Order, chunk: Chunk) -> torch.Tensor:
-    """The sum of the parts of a chunk, in its scratch memory."""
-    return order.add(chunk.parts, chunk.scratch)
-
-
 def divide(chunk: Chunk, total: torch.Tensor, divisor: float) -> None:
     """Write ``total / divisor`` to ``chunk.own``. ``total``: scratch memory, which may be ``chunk.own``.
 
     Divides in the wider of the two dtypes, because the sum may overflow the narrower one, and the quotient does not.
     """
     own = chunk.own
-    if total.dtype == own.dtype:
-        _divide(total, divisor, own)
-    elif torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:
-        own.copy_(total.div_(float(divisor)))
+    if total.dtype != own.dtype:
+        if torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:
+            own.copy_(total.div_(float(divisor)))
+            return
+        total = own.copy_(total)
+    mantissa, _ = math.frexp(divisor)
+    if mantissa == 0.5:  # a power of two: the product with its reciprocal has the same bits, and is quicker
+        torch.mul(total, 1 / divisor, out=own)
     else:
-        _divide(own.copy_(total), divisor, own)
+        torch.div(total, float(divisor), out=own)
 
 
 def give_out(chunk: Chunk) -> None:
     """Copy the own chunk to the other ranks."""
     for part in chunk.others:
         part.copy_(chunk.own)
-
-
-def _divide(sums: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
-    mantissa, _ = math.frexp(divisor)
-    if mantissa == 0.5:  # a power of two: the product with its reciprocal has the same bits, and is quicker
-        torch.mul(sums, 1 / divisor, out=out)
-    else:
-        torch.div(sums, float(divisor), out=out)

@@ -87,7 +87,8 @@ class _Ring(Ring[_Searched]):
 
 
 class LateNonFiniteGradients(Check):
-    """Warns of non-finite gradients on a device, some calls later. Not collective while all gradients are finite."""
+    """Warns of non-finite gradients on a device, some calls later. Not collective while all gradients are finite. Not
+    asked in a call whose parameters are all on the CPU."""
 
     section = NonFiniteGradients.section
 
@@ -98,8 +99,6 @@ class LateNonFiniteGradients(Check):
         self._is_unable = False
 
     def facts(self, step: LocalStep) -> None:
-        if step.plan.layout.is_on_cpu:
-            return
         call, header = step.call, step.header
         ring = self._rings.get(call.groups)
         if ring is None:
@@ -114,8 +113,6 @@ class LateNonFiniteGradients(Check):
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
         """Collective only if a header shows a non-finite gradient and no earlier call of the same streak has warned."""
-        if step.plan.layout.is_on_cpu:
-            return None
         call, ring = step.call, self._rings[step.call.groups]
         ring.agreed += 1
         ring.call_names[ring.agreed] = str(call)
@@ -193,7 +190,7 @@ def _gradients(step: LocalStep) -> Iterator[tuple[str, torch.Tensor]]:
             if grad is not None:
                 yield name, grad.values() if grad.is_sparse else grad
         return
-    views = chain.from_iterable(buffer.views.tensors for buffer in plan.buffers)
+    views = chain.from_iterable(buffer.views.made.tensors for buffer in plan.buffers)
     for slot, kind, view in zip(plan.layout.slots, packed.kinds, views, strict=True):
         if kind == DENSE:
             yield slot.name, view

@@ -122,7 +122,7 @@ def _have_scalers(call: Call, agreement: Agreement, ranks: Sequence[int]) -> boo
     """
     if agreement.common_flags & Flag.SCALED or not agreement.some_flags & Flag.SCALED:
         return bool(agreement.common_flags & Flag.SCALED)
-    without = sorted(set(range(len(agreement.headers))) - set(agreement.ranks_with(Flag.SCALED)))
+    without = sorted(set(range(agreement.headers.size)) - set(agreement.ranks_with(Flag.SCALED)))
     text = (
         f"{call}: {name_ranks(ranks)}: non-finite gradients, and {name_ranks(without)} without an enabled GradScaler:\n"
         "other ranks would leave the step to their GradScaler; pass it as Checks(grad_scaler=...) on all ranks, or on "

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeGuard
 
 import torch
@@ -30,6 +31,7 @@ from legacy_ddp._transport.call import Call, check_can_communicate
 
 _RANGE = "sample_size is out of range: got {}, expected 0 to 2**62 - 1; 0 leaves this rank out"
 Metrics = Mapping[str, SupportsFloat] | None
+_FLAT = attrgetter("flat")
 _mask_of = lru_cache(maxsize=8)(fingerprint)  # the kinds of gradients are the same in most calls
 
 
@@ -89,15 +91,17 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         # Before the gradients are collected: where one is kept elsewhere, the results of the last call are forgotten.
         stale = counter.stale(plan.parameters, is_weighted=header.participation == Participation.SAMPLES)
         grads = _collect(plan, leaves, header, reader)
-        _allocate(call, plan, has_wire=leaves is None)
-        flats: Sequence[torch.Tensor] = [buffer.views.flat for buffer in plan.buffers]
+        if reader is not None or plan.may_need_wire:
+            _allocate(call, plan, has_wire=leaves is None)
+        flats: Sequence[torch.Tensor] = list(map(_FLAT, plan.buffers))
         if reader is not None and leaves is None:
             _read_together(call, plan, grads, header, reader)
         takes_part = header.takes_part
         kinds = [ABSENT] * len(plan.parameters)
         sparse: dict[int, torch.Tensor] = {}
         if takes_part:
-            check_complete(counter.incomplete(plan.parameters))
+            if counter.policy.passes.numbers:  # a pass has not ended
+                check_complete(counter.incomplete(plan.parameters))
             header.micro_batches = counter.micro_batches
             header.flags |= _step_flags(counter, plan, grads)
             if header.participation == Participation.SAMPLES:
@@ -113,7 +117,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         header.waited_seconds = call.group_state.waited_seconds
         segments = () if leaves is None else leaves.sums.segments(flats)
         packed = Packed(kinds, flats, sparse, header, segments, metrics, stale)
-        if takes_part and _wants_norm(call, plan) and not header.flags & Flag.VALUES:
+        if takes_part and not header.flags & Flag.VALUES and _wants_norm(call, plan):
             _add_norm(header, *norm_of(pieces_of(plan, packed)))
         return packed
 
@@ -153,7 +157,7 @@ def _read_together(
     pieces = pieces_of(plan, Packed(kinds, flats, {}, header)) if has_norm else []
     norms: list[float] = []
     for piece in pieces:
-        reader.add_scalar(_norm(piece, wide=False), norms.append)
+        reader.add_scalar(_norm(piece), norms.append)
     reader.read()
     if has_norm and header.takes_part:
         _add_norm(header, *_finished_norm(pieces, norms))
@@ -331,7 +335,7 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
     flags = 0
     if counter.was_stepped(plan.parameters):
         flags |= Flag.STEPPED
-    if counter.is_after_foreign_call(plan.parameters):
+    if counter.may_have_foreign_results and counter.is_after_foreign_call(plan.parameters):
         flags |= Flag.REDUCED
     if (
         counter.accumulations == 0
@@ -373,7 +377,9 @@ def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
     Computed in the precision of the pieces (at least fp32), and again in fp64 if the norm overflows although every
     element is finite.
     """
-    return _finished_norm(pieces, _norms(pieces, wide=False))
+    norms = list(map(_norm, pieces))
+    is_here = all(map(attrgetter("is_cpu"), norms))
+    return _finished_norm(pieces, list(map(torch.Tensor.item, norms)) if is_here else devices.read_scalars(norms))
 
 
 def _finished_norm(pieces: Sequence[torch.Tensor], norms: Sequence[float]) -> tuple[float, bool]:
@@ -381,24 +387,10 @@ def _finished_norm(pieces: Sequence[torch.Tensor], norms: Sequence[float]) -> tu
     if math.isfinite(norm):
         return norm, True
     finite = all(devices.read_scalars([torch.isfinite(piece).all() for piece in pieces]))
-    return (math.hypot(*_norms(pieces, wide=True)) if finite else norm), finite
+    return (math.hypot(*devices.read_scalars([_norm(each, wide=True) for each in pieces])) if finite else norm), finite
 
 
-def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
-    read: list[float] = []
-    away: list[torch.Tensor] = []
-    for piece in pieces:
-        norm = _norm(piece, wide=wide)
-        if norm.device.type == "cpu":
-            read.append(norm.item())
-        else:
-            away.append(norm)
-    if away:  # one wait for the device, whatever the number of pieces
-        read += devices.read_scalars(away)
-    return read
-
-
-def _norm(piece: torch.Tensor, *, wide: bool) -> torch.Tensor:
+def _norm(piece: torch.Tensor, *, wide: bool = False) -> torch.Tensor:
     real = torch.view_as_real(piece) if piece.is_complex() else piece
     narrow = torch.float32 if real.dtype in (torch.float16, torch.bfloat16) else real.dtype
     if wide:

@@ -5,8 +5,7 @@ after the sum; only fp16 on the wire is divided before and after the sum, see :f
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,6 @@ from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, ZEROS, FlatBu
 from legacy_ddp._buckets.layout import Layout, Run, as_real, cut_runs, gradient_dtype
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.pack import Packed
-from legacy_ddp._errors import AgreedError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._reproducible.partial_sums import LeafSums
 from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce
@@ -33,13 +31,14 @@ SMALLEST_PIECE_BYTES = 8 * 2**20
 class Payload:
     """The packed gradients of a call, what the ranks agreed on, and the result. Dense results go to the flat tensors.
 
-    ``kinds``: of every slot's reduced gradient. ``has_same_mask``: every rank has gradients of these kinds. ``sparse``:
-    the sparse results, by slot. ``size_bytes``: the bytes sent. ``prepared``: left by :meth:`Reducer.prepare` for
-    :meth:`Reducer.reduce`.
+    ``transport``: of the route. ``kinds``: of every slot's reduced gradient. ``has_same_mask``: every rank has
+    gradients of these kinds. ``sparse``: the sparse results, by slot. ``size_bytes``: the bytes sent. ``prepared``:
+    left by :meth:`Reducer.prepare` for :meth:`Reducer.reduce`.
     """
 
     plan: Plan
     packed: Packed
+    transport: str
     kinds: Sequence[int]
     has_same_mask: bool
     divisor: int
@@ -88,7 +87,7 @@ class Reducer(ABC):
 
 
 class Route:
-    """The reducers of all gradients of a layout, in order. ``transport``: of dense gradients on CPU, for the record."""
+    """The reducers of all gradients of a layout, in order. ``transport``: of dense gradients on CPU."""
 
     def __init__(self, layout: Layout, transport: str, parts: Sequence[Reducer]) -> None:
         self.layout = layout
@@ -105,12 +104,12 @@ class Route:
             LostPeerError: a rank was lost. The content of the flat tensors is then undefined, as after an interrupt.
         """
         if agreement.divisor == 0:
-            return Payload(plan, packed, [ABSENT] * len(packed.kinds), has_same_mask=True, divisor=0)
+            return Payload(plan, packed, self.transport, [ABSENT] * len(packed.kinds), has_same_mask=True, divisor=0)
         kinds = packed.kinds if agreement.has_same_mask else agree_on_kinds(call, packed.kinds)
-        payload = Payload(plan, packed, kinds, agreement.has_same_mask, agreement.divisor)
+        payload = Payload(plan, packed, self.transport, kinds, agreement.has_same_mask, agreement.divisor)
         for part in self._preparing:
             part.prepare(call, payload)
-        with call.payload(self._devices):
+        with call.payload(self._devices) if self._devices else call.phase("payload"):
             for part in self._parts:
                 payload.size_bytes += part.reduce(call, payload)
         return payload
@@ -136,24 +135,17 @@ def kinds_of_results(call: Call, reduced: Payload) -> Sequence[int]:
     ]
 
 
-@contextmanager
-def discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator[None]:
+def discard_gradients(call: Call, plan: Plan, leaves: Leaves | None) -> None:
     """After an error that is no :class:`AgreedError`, drop all gradients if some may be half reduced.
 
     Without shared memory they may be half reduced from the hook or the payload on. With shared memory, other ranks may
     write to the flat tensors of this rank from the header on, also after a failure here. The memory is dropped, too: a
     broken-off collective, or another rank or thread, may still write to it.
     """
-    try:
-        yield
-    except AgreedError:
-        raise
-    except BaseException:
-        if any(call.segments.serials) or call.phase_name in ("hook", "payload", "alias"):
-            plan.discard_gradients()
-            if leaves is not None:
-                leaves.release_memory()
-        raise
+    if any(call.segments.serials) or call.phase_name in ("hook", "payload", "alias"):
+        plan.discard_gradients()
+        if leaves is not None:
+            leaves.release_memory()
 
 
 class GroupReducer(Reducer):

@@ -34,7 +34,7 @@ from legacy_ddp._step_guard.backward_counter import PassiveHook, StepPolicy, wat
 from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._text import printable
 from legacy_ddp._transport.call import Call, GroupState
-from legacy_ddp._transport.private_groups import groups_of, refuse_inherited
+from legacy_ddp._transport.private_groups import groups_of, inherited, refuse_inherited
 from legacy_ddp._transport.rows import Operation
 
 _UNGUARDED = Checks(unsynchronized_step="allow")  # all_reduce_gradients() has no no_sync() for a local step
@@ -125,7 +125,7 @@ class Synchronizer:
         if settings.checks.level != "off":
             watch_uses()
         # By the user's group: a wrapper that comes back to a group finds its counters there.
-        self._on_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _OnGroup] = weakref.WeakKeyDictionary()
+        self.on_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _OnGroup] = weakref.WeakKeyDictionary()
         self._is_notifying = False
 
     @property
@@ -149,26 +149,23 @@ class Synchronizer:
                 f"{operation} was called inside an on_sync() callback of the same model, which would call it again; "
                 "call it after all_reduce() has returned"
             )
-        refuse_inherited(group, operation)
-        found = self._on_groups.get(group)
+        if inherited:
+            refuse_inherited(group, operation)
+        found = self.on_groups.get(group)
         if found is None:
             groups = groups_of(group, self.settings.timeout_seconds)
             transport = Transport(groups, self.planner, self.leaves, self.warnings)
-            found = self._on_groups[group] = _OnGroup(GroupState(groups), transport)
+            found = self.on_groups[group] = _OnGroup(GroupState(groups), transport)
         return Call(found.state, operation, self.settings, self.module_class)
-
-    def transport(self, group: dist.ProcessGroup) -> Transport:
-        """The transport of gradients on ``group``, after :meth:`call`."""
-        return self._on_groups[group].transport
 
     def transport_text(self, group: dist.ProcessGroup) -> str:
         """The transport of dense gradients on ``group``, for a reader; empty before the first call."""
-        found = self._on_groups.get(group)
+        found = self.on_groups.get(group)
         return "" if found is None else found.transport.text
 
     def expected_transport(self, group: dist.ProcessGroup) -> str:
         """The transport of the next call on ``group``, as far as it is known; empty for a single rank."""
-        found = self._on_groups.get(group)
+        found = self.on_groups.get(group)
         return "" if found is None else found.transport.expected_text
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_training: bool) -> None:

@@ -59,12 +59,14 @@ class Transport:
 
     def announce(self, plan: Plan, packed: Packed) -> SegmentIds:
         """The message to the other ranks about the segments of this rank."""
-        segments = self._own_segments(plan, packed)
+        segments, serials = self._own_segments(plan, packed), []
         # None: the sum lies in ordinary memory, and after another number of micro-batches in its segment again.
         may_come_back = None in segments
+        for segment in segments:
+            serials.append(0 if segment is None else segment.serial)
         for index in plan.layout.shared_buckets:
-            may_come_back = may_come_back or plan.buffers[index].has_spare
-        return SegmentIds(tuple([0 if segment is None else segment.serial for segment in segments]), may_come_back)
+            may_come_back = may_come_back or plan.buffers[index].spare is not None
+        return SegmentIds(tuple(serials), may_come_back)
 
     def require_host(self, call: Call) -> None:
         """Refuse ``transport="host"`` where the ranks cannot share memory.
@@ -88,7 +90,7 @@ class Transport:
         segments = call.peer_segments
         if self._choice != GLOO and segments is not None and plan.layout.shared_buckets:
             memory = self._memory
-            if memory is None or not memory.is_settled(segments):
+            if memory is None or memory.settled != segments:
                 memory = self._share(call, plan, packed, segments)
         else:
             memory = None
@@ -139,8 +141,9 @@ class Transport:
         """The segments of this rank in a call, by position (:class:`SegmentIds`). Empty after a failure to make one."""
         if self._planner.segments.problem:
             return []
-        shared = plan.layout.shared_buckets
-        segments = [plan.buffers[index].segment for index in shared]
+        shared, segments = plan.layout.shared_buckets, []
+        for index in shared:
+            segments.append(plan.buffers[index].segment)
         return segments + [packed.segments[index] for index in shared] if packed.segments else segments
 
     def _share(self, call: Call, plan: Plan, packed: Packed, segments: bytes) -> PeerMemory | None:

@@ -56,7 +56,7 @@ class StepPolicy:
     clock: StepClock = field(default_factory=StepClock)
     # The thread of each open no_sync() block, the outermost first. Blocks of two threads end in any order. The steps of
     # a dictionary need no lock, and may be repeated after an exception.
-    _open_blocks: dict[object, int] = field(default_factory=dict)
+    open_blocks: dict[object, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         policies.append(weakref.ref(self, policies.remove))
@@ -64,21 +64,21 @@ class StepPolicy:
     @property
     def sync_enabled(self) -> bool:
         """Whether no ``no_sync()`` block is open in any thread."""
-        return not self._open_blocks
+        return not self.open_blocks
 
     @property
     def block_thread(self) -> int:
         """The thread of the outermost ``no_sync()`` block, 0 without one."""
-        return next(iter(tuple(self._open_blocks.values())), 0)
+        return next(iter(tuple(self.open_blocks.values())), 0)
 
     def open_block(self, block: object) -> bool:
         """Note a ``no_sync()`` block. Returns whether the block is the outermost block."""
-        self._open_blocks[block] = get_ident()
-        return next(iter(tuple(self._open_blocks))) is block
+        self.open_blocks[block] = get_ident()
+        return next(iter(tuple(self.open_blocks))) is block
 
     def close_block(self, block: object) -> None:
         """A ``no_sync()`` block has ended, or was not opened."""
-        self._open_blocks.pop(block, None)
+        self.open_blocks.pop(block, None)
 
 
 class PassiveHook:
@@ -229,7 +229,10 @@ class _Attached(NamedTuple):
 
 
 class BackwardCounter:
-    """Counts accumulations into ``.grad``; hand-assigned gradients are not counted. Keeps no parameter alive."""
+    """Counts accumulations into ``.grad``; hand-assigned gradients are not counted. Keeps no parameter alive.
+
+    ``divided``: as :class:`BackwardHook`.
+    """
 
     def __init__(self, *, guarded: bool) -> None:
         self.policy = StepPolicy(guarded)
@@ -241,10 +244,11 @@ class BackwardCounter:
         self._identities: list[dict[str, Any]] = []
         self._hooks: list[BackwardHook] = []
         self._has_earlier_results = False  # a call with other parameters left some of the gradients
-        self._divided: set[int] = set()
+        self.may_have_foreign_results = False  # or a call of another counter, as of is_attached_to()
+        self.divided: set[int] = set()
         self._sums = ResultSums()  # known to all counters from attach() on
         weakref.finalize(self, remove_hooks, self._handles)
-        _counts[id(self)], _divided[id(self)] = self._counts, self._divided
+        _counts[id(self)], _divided[id(self)] = self._counts, self.divided
         weakref.finalize(self, _counts.pop, id(self), None)
         weakref.finalize(self, _divided.pop, id(self), None)
 
@@ -255,9 +259,11 @@ class BackwardCounter:
         """
         if len(parameters) != len(self._identities):
             return False
-        return all(map(is_, map(internals.identity, parameters), self._identities)) and all(
-            map(contains, internals.accumulate_hooks(parameters), self._handle_ids)
-        )
+        if not all(map(is_, map(internals.identity, parameters), self._identities)):
+            return False
+        hooks = internals.accumulate_hooks(parameters)
+        self.may_have_foreign_results = self._has_earlier_results or max(map(len, hooks), default=0) > 1
+        return all(map(contains, hooks, self._handle_ids))
 
     def attach(
         self,
@@ -271,7 +277,7 @@ class BackwardCounter:
         """
         before = self._hooks_on(parameters)
         counts = [0 if found is None else found.hook.counts[found.hook.index] for found in before]
-        divided = [index for index, found in enumerate(before) if found and found.hook.index in self._divided]
+        divided = [index for index, found in enumerate(before) if found and found.hook.index in self.divided]
         earlier_results = [
             internals.identity(parameter.grad)
             if found is not None and parameter.grad is not None and found.hook.was_reduced(parameter.grad)
@@ -301,7 +307,7 @@ class BackwardCounter:
                 self.policy,
                 last_result,
                 self._sums,
-                self._divided,
+                self.divided,
                 earlier_result,
             )
             for index, (name, last_result, earlier_result) in enumerate(
@@ -350,7 +356,7 @@ class BackwardCounter:
 
         Those of which a later call has divided the result again, or all if this call divides (``is_weighted``).
         """
-        if not (is_weighted or self._divided):
+        if not (is_weighted or self.divided):
             return []
         found = _find_results(self.reached(parameters), ResultSums.contains) if _have_additions() else []
         if 0 in self._counts:
@@ -365,12 +371,12 @@ class BackwardCounter:
 
     def divided_again(self, positions: Iterable[int]) -> list[int]:
         """Those of the positions that :meth:`mark_divided_again` has marked."""
-        return [index for index in positions if index in self._divided]
+        return [index for index in positions if index in self.divided]
 
     def mark_divided_again(self, positions: Collection[int]) -> None:
         """The results at these positions, and at no other, hold an earlier result that a later call has divided."""
-        self._divided.update(positions)
-        self._divided.intersection_update(positions)
+        self.divided.update(positions)
+        self.divided.intersection_update(positions)
 
     def added_to_used_results(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether every gradient reached by backward is the result of a call, used by a step, plus this backward.

@@ -118,10 +118,12 @@ class StepCounter(StepObserver):
         """
         is_known = self._place is not None and self._place() is place
         self._place = None
-        self.forget_failed_step()
+        if self._open is not None:
+            self.forget_failed_step()
         if not is_known:
             return None
-        self._reader.read()
+        if self._reader.waiting:
+            self._reader.read()
         return self._steps
 
     def stop(self) -> None:
@@ -132,7 +134,8 @@ class StepCounter(StepObserver):
         """Count from now on, after a successful call."""
         self._steps = 0
         self._stepped.clear()
-        self._reader.clear()
+        if self._reader.waiting:
+            self._reader.clear()
         self._place = weakref.ref(place)  # last: with it the steps count
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -190,10 +190,12 @@ class Reader:
 
     Where nothing is on a device, the numbers are there at once. The same holds while a graph is captured, which is then
     an error of the device: a later read would find no numbers.
+
+    ``waiting``: what :meth:`read` will read, with the functions to call.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Sequence[torch.Tensor], Callable[[list[list[Any]]], object]]] = []
+        self.waiting: list[tuple[Sequence[torch.Tensor], Callable[[list[list[Any]]], object]]] = []
         self._streams: dict[torch.device, list[Any]] = {}  # that compute the vectors
 
     def add(self, vectors: Sequence[torch.Tensor], take: Callable[[list[list[Any]]], object]) -> None:
@@ -209,11 +211,11 @@ class Reader:
             vector.data_ptr()  # an error for a tensor of a function transform
         if any(map(has_own_dispatch, away)):
             raise TypeError("the tensors have no memory: got tensors of a compiler, expected tensors with a storage")
-        self._waiting.append((vectors, take))
+        self.waiting.append((vectors, take))
         for device in {vector.device for vector in away}:
             if (stream := current_stream(device)) not in self._streams.setdefault(device, []):
                 self._streams[device].append(stream)
-        if not self._streams or len(self._waiting) >= _MAX_WAITING or is_capturing():
+        if not self._streams or len(self.waiting) >= _MAX_WAITING or is_capturing():
             self.read()
 
     def add_scalar(self, scalar: torch.Tensor, take: Callable[[float], object]) -> None:
@@ -222,7 +224,7 @@ class Reader:
 
     def read(self) -> None:
         """Read all that was added since the last time. Without anything the host does not wait."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         streams, self._streams = self._streams, {}
         for device, found in streams.items():
             for stream in found:
@@ -234,7 +236,7 @@ class Reader:
 
     def clear(self) -> None:
         """Forget all that was added since the last :meth:`read`."""
-        self._waiting, self._streams = [], {}
+        self.waiting, self._streams = [], {}
 
 
 def device_name(device: str) -> str:

@@ -2,10 +2,12 @@
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from inspect import getclosurevars, isfunction
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, cast
 
@@ -43,14 +45,9 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return group
 
 
-def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether the group exists in torch: false after ``destroy_process_group()``."""
-    return group in c10d._world.pg_map
-
-
-def registered_groups() -> list[dist.ProcessGroup]:
-    """All groups that exist in torch, in this process."""
-    return list(c10d._world.pg_map)
+# All groups that exist in torch, in this process: without those that destroy_process_group() has ended. In C, because
+# every call asks.
+groups_of_torch: Callable[[], Mapping[dist.ProcessGroup, object]] = partial(attrgetter("pg_map"), c10d._world)
 
 
 def group_store(group: dist.ProcessGroup) -> Store:

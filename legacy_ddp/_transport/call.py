@@ -1,20 +1,21 @@
 """A collective call on this rank: number in the sequence, phases and their times, success or failure."""
 
-import threading
-import time
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
+from threading import get_ident
+from time import monotonic, perf_counter
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerError, SyncTimeoutError
-from legacy_ddp._interrupts import Owner
+from legacy_ddp._interrupts import has_left
 from legacy_ddp._log import shorten_display
 from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
@@ -23,13 +24,14 @@ from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp._transport.wait import Gatherer
 from legacy_ddp._watchdog import USER_CODE, Watchdog, end_after, forget_turn, process_activity
+from legacy_ddp._watchdog.activity import ActivityMark, new_mark
 
 _FIRST_WARNED_CALL = 3
+_NO_RANGE = nullcontext()
 
 
-_numbered: "weakref.WeakSet[GroupState]" = (
-    weakref.WeakSet()
-)  # of every wrapper that has met the other ranks, and exists
+# Of every wrapper that has met the other ranks, and exists: a list, because a call asks for the number of them.
+_numbered: "list[weakref.ref[GroupState]]" = []
 
 
 @dataclass(eq=False)
@@ -52,6 +54,7 @@ class Call(Gatherer):
     """Context of a call, counted on success. A group has a single call at a time.
 
     ``ignored``: the names in ``ignore``. ``module_class``: the class of the module, empty for parameters without one.
+    ``warns``: whether long waits are logged.
 
     After the first communication a call succeeds, ends in an error on all ranks, or leaves the group unusable.
 
@@ -85,8 +88,10 @@ class Call(Gatherer):
         self._is_ended = False
 
     def __enter__(self) -> "Call":
-        self.owner = Owner()
-        self._begin()
+        self.thread = get_ident()
+        self.frame: FrameType | None = sys._getframe(1)
+        if self.groups.busy.take(self) is not self:
+            self._take_over()
         try:
             if self.groups.lost:
                 raise self.groups.lost_error()
@@ -94,29 +99,32 @@ class Call(Gatherer):
             # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
             self.wrapper_id = self.group_state.wrapper_id or self.groups.wrapper_count + 1
             self.name = self.full_name = f"{self.operation.label} call {self.number}"
+            # The first calls of a wrapper wait for compilers, caches and data loaders.
+            warned = max(self.number, self.group_state.calls[Operation.ALL_REDUCE] + 1)
+            self.warns = warned >= _FIRST_WARNED_CALL
             if wrapper := self.wrapper_name:
                 self.full_name = f"{self.name} of {wrapper}"
             if self.groups.watchdog is not None:
-                self.groups.watchdog.begin(self.full_name, warns=self._warns())
+                self.groups.watchdog.begin(self.full_name, warns=self.warns)
         except BaseException:
             self._release()
             raise
         return self
 
-    def _begin(self) -> None:
+    def _take_over(self) -> None:
         """Become the call under way on the group.
 
         Raises:
             LegacyDDPError: another call is.
         """
         while (other := self.groups.busy.take(self)) is not self:
-            if not other.owner.has_left():
+            if not has_left(other):
                 raise LegacyDDPError(f"{self.operation}: {_refusal(other)}")
             left = LegacyDDPError(f"{other.operation} was ended by an exception of a signal handler")
             other.__exit__(type(left), left, None)
 
     def _release(self) -> None:
-        self.owner.forget()
+        self.frame = None
         self.groups.busy.release(self)
 
     def __exit__(
@@ -143,10 +151,11 @@ class Call(Gatherer):
         """
         if error is None:
             forget_turn()
-            self.groups.note_issued()
+            if self.groups.counting_device is not None:
+                self.groups.note_issued()
             if self.group_state.wrapper_id is None:
                 self.groups.wrapper_count = max(self.groups.wrapper_count, self.wrapper_id)
-                _numbered.add(self.group_state)
+                _numbered.append(weakref.ref(self.group_state, _numbered.remove))
                 self.group_state.wrapper_id = self.wrapper_id
             self.group_state.calls[self.operation] = self.number  # last: from here on the call has succeeded
         elif self.number and self.group_state.calls[self.operation] == self.number:
@@ -193,10 +202,6 @@ class Call(Gatherer):
         head = f"{self.name}:"
         return f"{self.full_name}:{text.removeprefix(head)}" if text.startswith(head) else text
 
-    def _warns(self) -> bool:
-        """Whether long waits are logged. The first calls of a wrapper wait for compilers, caches and data loaders."""
-        return max(self.number, self.group_state.calls[Operation.ALL_REDUCE] + 1) >= _FIRST_WARNED_CALL
-
     def prepare_watchdog(self) -> None:
         """Make the watchdog in the first call on the group, unless checks are off.
 
@@ -204,7 +209,7 @@ class Call(Gatherer):
             OSError: the report file or the socket cannot be opened.
         """
         if watchdog := self.groups.open_watchdog(self.checks):
-            watchdog.begin(self.full_name, warns=self._warns())
+            watchdog.begin(self.full_name, warns=self.warns)
 
     def exchange_endpoints(self) -> None:
         """Collective, once per group, after headers matched for the first time: exchange the watchdogs' endpoints, and
@@ -228,17 +233,22 @@ class Call(Gatherer):
         The phase begins here and not as the block is entered: ``with call.phase(name):``.
         """
         self.phase_name = name
-        process_activity.enter(name, self.full_name)
+        # As process_activity.enter(), which would be a further Python call in each of the phases.
+        changes = process_activity.mark.changes + 1
+        mark = process_activity.mark = new_mark(ActivityMark, (self.full_name, name, monotonic(), get_ident(), changes))
         if self.groups.watchdog is not None:
-            self.groups.watchdog.activity.mark = process_activity.mark
-        profiler = internals.begin_range("legacy_ddp", self.operation.label, name) if internals.is_profiling() else None
-        self.open_phases.append((name, time.perf_counter(), profiler))
+            self.groups.watchdog.activity.mark = mark
+        profiler = None
+        if internals.is_profiling():
+            profiler = internals.profiler_range("legacy_ddp", self.operation.label, name)
+            profiler.__enter__()
+        self.open_phases.append((name, perf_counter(), profiler))
         return self._phase_end
 
     def payload(self, places: Sequence[torch.device]) -> AbstractContextManager[None]:
         """The phase of the payload. On the devices ``places`` the watchdog watches it beyond the end of the call."""
         watchdog = self.groups.watchdog
-        if not places or watchdog is None:
+        if watchdog is None:
             return self.phase("payload")
         return self._watched_payload(watchdog, places)
 
@@ -261,7 +271,9 @@ class Call(Gatherer):
 
     def profiled(self, what: object) -> AbstractContextManager[object]:
         """A range named ``what`` inside the phase, for torch's profiler."""
-        return internals.profiled("legacy_ddp", self.operation.label, self.phase_name, what)
+        if not internals.is_profiling():
+            return _NO_RANGE
+        return internals.profiler_range("legacy_ddp", self.operation.label, self.phase_name, what)
 
     def await_notice(self, notice: Callable[[], Any]) -> None:
         """Wait for the work of ``notice()`` on the user's own group, if any."""
@@ -273,7 +285,7 @@ class Call(Gatherer):
 def _refusal(other: Call) -> str:
     """Why no call can begin while ``other`` is under way."""
     operation = other.operation.label
-    if other.owner.thread == threading.get_ident():
+    if other.thread == get_ident():
         return (
             f"called inside of {operation}, expected one call at a time; make the call after {operation} has "
             "returned, and not in its functions, in hooks of the model, or in a signal handler"
@@ -299,7 +311,7 @@ class PhaseEnd:
         name, start, profiler = self._open.pop()
         if profiler is not None:
             profiler.__exit__(None, None, None)
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + perf_counter() - start
 
 
 def check_can_communicate(call: Call) -> None:
@@ -308,7 +320,7 @@ def check_can_communicate(call: Call) -> None:
     Raises:
         LegacyDDPError: inside backward, or while a graph of the device is captured.
     """
-    if internals.inside_backward():
+    if internals.current_backward() != -1:
         raise LegacyDDPError(
             f"{call.operation} was called from inside backward, expected after it; move it behind loss.backward()"
         )

@@ -12,6 +12,7 @@ import torch
 
 from legacy_ddp._buckets.segment import Segment, map_segment, no_memory_text
 from legacy_ddp._transport.rows import SegmentIds, decode_segments
+from legacy_ddp._transport.star import Descriptors
 from legacy_ddp._transport.wait import Gatherer
 
 _MAX_KEPT_VIEWS = 4
@@ -25,8 +26,8 @@ class PeerMemory:
 
     def __init__(self, size: int) -> None:
         self.segments: Sequence[SegmentIds] = ()
-        self._encoded = b""  # the segments, as exchanged
-        self._is_settled = False  # the table would stay as it is in a further call with these segments
+        # The segments of all ranks, as exchanged, if a further call with the same segments maps and unmaps nothing.
+        self.settled: bytes | None = None
         self._mapped: list[dict[int, torch.Tensor | None]] = [{} for _ in range(size)]
         self.views: dict[Hashable, Any] = {}  # made of the segments by the caller, who knows their meaning
 
@@ -42,13 +43,6 @@ class PeerMemory:
             raise KeyError(f"segment {serial} of rank {rank} is not mapped")
         return memory
 
-    def is_settled(self, encoded: bytes) -> bool:
-        """Whether these segments of all ranks are mapped, and no other segment is left to forget.
-
-        ``encoded``: the segments of all ranks, as exchanged.
-        """
-        return self._is_settled and encoded == self._encoded
-
     def settle(self, call: Gatherer, encoded: bytes, own: Callable[[], Sequence[Segment | None]]) -> str:
         """Forget and map what a call with the segments ``encoded`` needs. Collective if any of them is not mapped.
 
@@ -57,13 +51,13 @@ class PeerMemory:
         Returns:
             As :meth:`map_new`.
         """
-        self._is_settled, segments = False, decode_segments(encoded)
+        self.settled, segments = None, decode_segments(encoded)
         self.forget_unused(segments)
         unknown = self.unknown(segments)
         is_known = not any(unknown)
         if not is_known and (problem := self.map_new(call, segments, unknown, own())):
             return problem
-        self.segments, self._encoded, self._is_settled = segments, encoded, is_known
+        self.segments, self.settled = segments, encoded if is_known else None
         return ""
 
     def forget_unused(self, segments: Sequence[SegmentIds]) -> None:
@@ -111,7 +105,7 @@ class PeerMemory:
         new = {index: segment for index in unknown[rank] if (segment := own[index]) is not None}
         shared = [segment.descriptor for segment in new.values()]
         counts = {other: len(unknown[other]) for other in call.groups.host_ranks}
-        received = call.over_star(lambda star, on_slice: star.share_descriptors(shared, counts, on_slice))
+        received: Descriptors = call.over_star("share_descriptors", shared, counts)
         found: dict[tuple[int, int], torch.Tensor] = {(rank, index): segment.memory for index, segment in new.items()}
         problem: OSError | None = received.problem
         missing = next((other for other, each in received.descriptors.items() if len(each) < counts[other]), None)

@@ -53,7 +53,7 @@ _WATCHDOG = 8
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
 _alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
 # In a forked child: the groups of torch that it inherited, each with the number of the process that it was forked from.
-_inherited: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+inherited: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 class GroupHandle:
@@ -69,7 +69,10 @@ class GroupHandle:
         Raises:
             ValueError, TypeError: as :func:`resolve_group`; ValueError: the handle comes from a pickle.
         """
-        return resolve_group(self._process_group, is_lost=self._lost)
+        group = dist.group.WORLD if self._process_group is None else self._process_group
+        if isinstance(group, dist.ProcessGroup) and group in internals.groups_of_torch() and not self._lost:
+            return group
+        return _find_group(self._process_group, is_lost=self._lost)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupHandle":
         return GroupHandle(self._process_group, lost=self._lost)
@@ -78,22 +81,19 @@ class GroupHandle:
         return {"_process_group": None, "_lost": self._lost or self._process_group is not None}
 
 
-def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None, *, is_lost: bool = False) -> dist.ProcessGroup:
-    """The group to use for the argument ``process_group``. ``is_lost``: the argument did not survive a pickle.
+def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The group to use for the argument ``process_group``.
 
     Raises:
         ValueError: no default group, a mesh of several dimensions, a destroyed group.
         TypeError: a different type, or the result of ``new_group`` on a process outside the group.
     """
-    group = dist.group.WORLD if process_group is None else process_group
-    if isinstance(group, dist.ProcessGroup) and internals.is_registered(group) and not is_lost:
-        return group
-    return _find_group(process_group, is_lost=is_lost)
+    return GroupHandle(process_group).resolve()
 
 
 @argument_errors
 def _find_group(process_group: dist.ProcessGroup | DeviceMesh | None, *, is_lost: bool) -> dist.ProcessGroup:
-    """As :func:`resolve_group`, for a mesh, and for the errors."""
+    """As :func:`resolve_group`, for a mesh, and for the errors. ``is_lost``: the argument did not survive a pickle."""
     if is_lost:
         raise ValueError(
             "process_group was not carried by the pickle, expected a live one; assign .process_group after loading"
@@ -119,7 +119,7 @@ def _find_group(process_group: dist.ProcessGroup | DeviceMesh | None, *, is_lost
             f"process_group is of the wrong type: got {process_group!r}, expected ProcessGroup, DeviceMesh or None "
             "(new_group() returns no ProcessGroup on ranks outside it; wrap on its members only)"
         )
-    if not internals.is_registered(process_group):
+    if process_group not in internals.groups_of_torch():
         raise ValueError(_DESTROYED)
     return process_group
 
@@ -261,20 +261,20 @@ class Groups:
 
         None if the backend of the group does not count them, or does not carry gradients.
         """
-        device = self._counting_device
+        device = self.counting_device
         return None if device is None else self._count_issued(device) - self._issued_before
 
     def note_issued(self) -> None:
         """At the end of a call: count the collectives of the script from here on."""
-        if self._counting_device is not None:
-            self._issued_before = self._count_issued(self._counting_device)
+        if (device := self.counting_device) is not None:
+            self._issued_before = self._count_issued(device)
 
     def _count_issued(self, device: torch.device) -> int:
         parent = self._parent()
         return 0 if parent is None else internals.issued_collectives(parent, device)
 
     @cached_property
-    def _counting_device(self) -> torch.device | None:
+    def counting_device(self) -> torch.device | None:
         parent = self._parent()
         return None if parent is None or self.size == 1 else internals.counting_device(parent)
 
@@ -350,7 +350,7 @@ def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
     Raises:
         LegacyDDPError: ``parent`` has several ranks, and was started before the fork of this process.
     """
-    process = _inherited.get(parent)
+    process = inherited.get(parent)
     if process is not None and parent.size() > 1:
         raise LegacyDDPError(
             f"{operation}: the process group belongs to process {process}, from which this process was forked: got the "
@@ -415,8 +415,8 @@ def _close_all(*, shows_exit: bool) -> None:
 
 def _note_inherited() -> None:
     """In a forked child: keep the groups of the parent, and refuse calls on them (:func:`refuse_inherited`)."""
-    for group in internals.registered_groups():
-        _inherited.setdefault(group, os.getppid())
+    for group in list(internals.groups_of_torch()):
+        inherited.setdefault(group, os.getppid())
         internals.keep_for_ever(group)
 
 

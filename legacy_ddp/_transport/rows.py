@@ -2,6 +2,7 @@
 
 import struct
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 MAX_BUCKETS = 6  # one per supported dtype
@@ -44,6 +45,7 @@ class SegmentIds(NamedTuple):
     has_spare: bool = False
 
 
+@lru_cache(maxsize=16)  # most calls have the segments of the call before
 def encode_segments(segments: SegmentIds) -> bytes:
     """56 bytes."""
     padded = segments.serials + (0,) * (MAX_SEGMENTS - len(segments.serials))

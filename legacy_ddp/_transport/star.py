@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 SLICE_SECONDS = 0.1
 PIECE_BYTES = 2**16  # the smallest limit of a packet that was seen is 208 KiB
@@ -35,6 +35,17 @@ _HEAD = struct.Struct("<cI")  # of a piece: its kind, and its number of bytes; o
 
 OnSlice = Callable[[], None]
 Merge = Callable[[list[bytes]], bytes]
+
+
+class _Exchange(NamedTuple):
+    """What :meth:`Star.exchange` needs for columns of the same widths: the sizes of the messages from below and of the
+    result, the functions that join messages and sort the result, and the place of each column in the result."""
+
+    sizes: Mapping[int, int]
+    total: int
+    join: Merge
+    sort: Callable[[bytes], bytes]
+    places: Sequence[slice]
 
 
 class StarLostError(Exception):
@@ -92,6 +103,7 @@ class Star:
         self._below: dict[int, Sequence[int]] = {}  # the ranks of each part of the message to the parent, in its order
         self._order: tuple[int, ...] = ()  # of all ranks in the message to the parent
         self._connections = {**dict([parent] if parent else []), **host, **hubs}
+        self._exchanges: dict[tuple[int, ...], _Exchange] = {}  # by the widths of the columns
         self._unsent: dict[int, bytes] = {}  # the rest of a piece that a connection took in part
         self._poll = select.poll()  # of all connections
         self._polls: dict[int, select.poll] = {}  # of each connection
@@ -121,6 +133,7 @@ class Star:
             self._send_sized(self._parent, json.dumps(cards).encode("ascii"), on_slice)
             cards = json.loads(self._receive_sized(self._parent, on_slice))
         cards.sort(key=itemgetter(0))
+        self._exchanges.clear()
         for child in self._children:
             self._send_sized(child, json.dumps(cards).encode("ascii"), on_slice)
         self.ranks = tuple(rank for rank, _ in cards)
@@ -136,15 +149,21 @@ class Star:
             StarLostError: a connection broke. StarTimeoutError: a rank gave up its wait.
             Exception: raised by ``on_slice``.
         """
-        widths = [len(column) for column in columns]
+        widths = tuple(map(len, columns))
+        exchange = self._exchanges.get(widths)
+        if exchange is None:
+            exchange = self._exchanges[widths] = self._prepare(widths)
+        sizes, total, join, sort, places = exchange
+        rows = self._meet(b"".join(columns), sizes, total, join, sort, on_slice)
+        return list(map(rows.__getitem__, places))
+
+    def _prepare(self, widths: Sequence[int]) -> "_Exchange":
         width = sum(widths)
+        of_parts = [_places(len(ranks) * each for each in widths) for ranks in self._below.values()]
+        order = [(part, places[column]) for column in range(len(widths)) for part, places in enumerate(of_parts)]
 
         def join(parts: list[bytes]) -> bytes:
-            cuts = [
-                _cut(part, [len(ranks) * each for each in widths])
-                for part, ranks in zip(parts, self._below.values(), strict=True)
-            ]
-            return b"".join([b"".join(column) for column in zip(*cuts, strict=True)])
+            return b"".join([parts[part][place] for part, place in order])
 
         def sort(rows: bytes) -> bytes:
             blocks = _cut(rows, [len(self._order) * each for each in widths])
@@ -152,8 +171,7 @@ class Star:
             return b"".join(b"".join(self._sorted(each)) for each in cuts)
 
         sizes = {child: width * len(self._below[child]) for child in self._children}
-        rows = self._meet(b"".join(columns), sizes, width * len(self.ranks), join, sort, on_slice)
-        return _cut(rows, [len(self.ranks) * each for each in widths])
+        return _Exchange(sizes, width * len(self.ranks), join, sort, _places(len(self.ranks) * each for each in widths))
 
     def collect(self, own: bytes, sizes: Sequence[int], on_slice: OnSlice) -> list[bytes]:
         """The bytes of every rank, by rank. ``sizes``: of all ranks, by rank, known to all.
@@ -189,7 +207,7 @@ class Star:
         """Merge the messages from below, in the order of the parts, and get the result of the root, which sorts it."""
         found = self._receive_from(sizes, _ROW, on_slice) if sizes else {}
         found[self.rank] = own
-        message = merge([found[part] for part in self._below]) if sizes else own
+        message = merge(list(map(found.__getitem__, self._below))) if sizes else own
         if self._parent is not None:
             self._send(self._parent, _ROW, message, on_slice)
             message = self._receive(self._parent, _ROW, total, on_slice)
@@ -211,12 +229,12 @@ class Star:
             StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
         """
         if self._hub is not None:
-            self._send(self._hub, _BARRIER, b"", on_slice)
+            self._send_piece(self._hub, _HEAD.pack(_BARRIER, 0), on_slice)
             self._receive(self._hub, _BARRIER, 0, on_slice)
             return
         self._receive_from(dict.fromkeys(self._host, 0), _BARRIER, on_slice)
         for rank in self._host:
-            self._send(rank, _BARRIER, b"", on_slice)
+            self._send_piece(rank, _HEAD.pack(_BARRIER, 0), on_slice)
 
     def share_descriptors(self, own: Sequence[int], counts: Mapping[int, int], on_slice: OnSlice) -> Descriptors:
         """Duplicates of the open descriptors of the other ranks of the host. The caller closes them.
@@ -341,9 +359,10 @@ class Star:
 
     def _receive(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
         """The content of the next message of ``rank``, of this kind and size."""
-        pieces = []
+        pieces, poll = [], self._polls[rank]
         while True:
-            self._await(rank, on_slice)
+            while not poll.poll(1000 * SLICE_SECONDS):
+                self._after_slice(on_slice)
             pieces.append(self._read_piece(rank, kind, min(size, PIECE_BYTES), on_slice))
             size -= len(pieces[-1])
             if size == 0:
@@ -354,6 +373,8 @@ class Star:
         connection = self._connections[rank]
         try:
             piece = connection.recv(_HEAD.size + size)
+            if len(piece) == _HEAD.size + size and piece.startswith(_HEAD.pack(kind, size)):
+                return piece[_HEAD.size :]
             while len(piece) < _HEAD.size + size and _is_begun(piece, kind, size):  # TCP knows no packets
                 self._await(rank, on_slice)
                 if not (more := connection.recv(_HEAD.size + size - len(piece))):
@@ -434,7 +455,12 @@ class Star:
 
 def _cut(data: bytes, sizes: Iterable[int]) -> list[bytes]:
     """``data`` cut into parts of these sizes."""
-    return [data[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return list(map(data.__getitem__, _places(sizes)))
+
+
+def _places(sizes: Iterable[int]) -> list[slice]:
+    """The places of parts of these sizes, one behind the other."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def _is_begun(piece: bytes, kind: bytes, size: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 
@@ -18,14 +18,12 @@ from legacy_ddp._log import show_elsewhere
 from legacy_ddp._text import first_line
 from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import SegmentIds, encode_segments
-from legacy_ddp._transport.star import OnSlice, Star, StarLostError, StarTimeoutError
+from legacy_ddp._transport.star import StarLostError, StarTimeoutError
 from legacy_ddp._watchdog import Failure
 
 # Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run. The end of a slice breaks nothing.
 SLICE = timedelta(milliseconds=100)
 _NOTICE_SECONDS = 0.1  # between an error of gloo and a notice of the same rank, of which the sender needs milliseconds
-
-T = TypeVar("T")
 
 
 class Gatherer:
@@ -38,18 +36,18 @@ class Gatherer:
 
     segments = SegmentIds()
     peer_segments: bytes | None = None
+    name = ""  # for example "all_reduce() call 3"
+    # "all_reduce() call 3 of wrapper 2 (Critic)" if this process has several wrappers. Other ranks may have others: a
+    # text that is equal on all ranks has the name alone.
+    full_name = ""
+    number = 0
+    phase_name = ""
+    _has_communicated = False  # this rank started an operation: the other ranks count this call, too
+    _peers_waiting = False  # the other ranks wait, or may wait, for the next operation of this rank
 
     def __init__(self, groups: Groups, timeout_seconds: float | None) -> None:
         self.groups = groups
         self._timeout_seconds = timeout_seconds
-        self.name = ""  # for example "all_reduce() call 3"
-        # "all_reduce() call 3 of wrapper 2 (Critic)" if this process has several wrappers. Other ranks may have others:
-        # a text that is equal on all ranks has the name alone.
-        self.full_name = ""
-        self.number = 0
-        self.phase_name = ""
-        self._has_communicated = False  # this rank started an operation: the other ranks count this call, too
-        self._peers_waiting = False  # the other ranks wait, or may wait, for the next operation of this rank
 
     @cached_property
     def timeout(self) -> timedelta:
@@ -111,8 +109,8 @@ class Gatherer:
         while not self._is_done(work, start):
             self.check_deadline(time.perf_counter() - start)
 
-    def over_star(self, operation: Callable[[Star, OnSlice], T]) -> T:
-        """The result of ``operation(star, on_slice)`` on the star of the group.
+    def over_star(self, method: str, *args: object) -> Any:
+        """The result of a method of the star of the group, with ``args``.
 
         Raises:
             RuntimeError: the group has no star: it has one rank, or was closed.
@@ -124,7 +122,7 @@ class Gatherer:
         self._has_communicated = self._peers_waiting = True
         start = time.perf_counter()
         try:
-            return operation(star, lambda: self.check_deadline(time.perf_counter() - start))
+            return getattr(star, method)(*args, lambda: self.check_deadline(time.perf_counter() - start))
         except (StarTimeoutError, StarLostError) as error:
             raise self._told_error(error, time.perf_counter() - start) from None
 
@@ -159,7 +157,7 @@ class Gatherer:
         if self.groups.size == 1 or rows.numel() == 0:
             return rows.copy_(row)
         own = _bytes_of(row)
-        (gathered,) = self.over_star(lambda star, on_slice: star.exchange([own], on_slice))
+        (gathered,) = self.over_star("exchange", [own])
         return _tensor_of(gathered, row.dtype).view(rows.shape)
 
     def exchange_headers(self, *header: bytes) -> list[bytes]:
@@ -171,12 +169,12 @@ class Gatherer:
         if self.groups.size == 1:
             return list(header)
         columns = (encode_segments(self.segments), *header)
-        self.peer_segments, *headers = self.over_star(lambda star, on_slice: star.exchange(columns, on_slice))
+        self.peer_segments, *headers = cast("list[bytes]", self.over_star("exchange", columns))
         return headers
 
     def barrier(self) -> None:
         """Collective on the host: return when every rank of the host has arrived."""
-        self.over_star(Star.barrier)
+        self.over_star("barrier")
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Collective: the JSON value of every rank, in rank order, as :meth:`gather_distinct`."""
@@ -207,7 +205,7 @@ class Gatherer:
         for rank, size in sources:
             sizes[rank] = size
         sent = own if sizes[self.groups.rank] else b""
-        parts = self.over_star(lambda star, on_slice: star.collect(sent, sizes, on_slice))
+        parts = self.over_star("collect", sent, sizes)
         return [parts[rank] for rank, _ in sources]
 
     def first_problem(self, *problems: str) -> str:
@@ -230,7 +228,7 @@ class Gatherer:
             return _bytes_of(torch.stack([_tensor_of(part, values.dtype) for part in parts]).amax(dim=0))
 
         own = _bytes_of(values)
-        result = self.over_star(lambda star, on_slice: star.combine(own, merge, on_slice))
+        result = self.over_star("combine", own, merge)
         return _tensor_of(result, values.dtype).view(values.shape)
 
     def _late_error(self, problem: str = "no answer") -> LostPeerError:

@@ -36,7 +36,7 @@ class ActivityMark(NamedTuple):
     changes: int
 
 
-_new_mark = tuple.__new__  # the constructor of a NamedTuple is a function in Python, and takes three times as long
+new_mark = tuple.__new__  # the constructor of a NamedTuple is a function in Python, and takes three times as long
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Activity:
     def enter(self, phase: str, call: str = "") -> ActivityMark:
         """Record the phase of the calling thread. Returns the phase before."""
         before = self.mark
-        self.mark = _new_mark(ActivityMark, (call, phase, time.monotonic(), threading.get_ident(), before.changes + 1))
+        self.mark = new_mark(ActivityMark, (call, phase, time.monotonic(), threading.get_ident(), before.changes + 1))
         return before
 
     def sample(self) -> Sample:

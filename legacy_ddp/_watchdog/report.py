@@ -392,12 +392,12 @@ class WarningPolicy:
         self._next_seconds = warn_after_seconds
         self._is_checking = False
         self._last: Report | None = None  # of this call
-        self._last_in_full: Report | None = None  # of this call
+        self.last_in_full: Report | None = None  # the last report of this call that was logged in full
 
     def begin(self, *, warns: bool) -> None:
         """Start a call. ``warns``: whether a long wait in this call is worth a warning."""
         self._next_seconds = self._warn_after_seconds if warns else float("inf")
-        self._last = self._last_in_full = None
+        self._last = self.last_in_full = None
 
     def is_due(self, waited_seconds: float) -> bool:
         """Whether to check the other ranks now. If True, end with :meth:`end_check`; due again after twice the time."""
@@ -417,11 +417,11 @@ class WarningPolicy:
         is_new_work = report.is_busy and not _is_same(report, self._last)
         if report.is_progressing or is_new_work:
             self._log(f"{report.head}, alive{'' if report.is_progressing else ' and busy'}", report)
-        elif _is_same(report, self._last_in_full):
+        elif _is_same(report, self.last_in_full):
             self._log(f"{report.head}, as reported", report)
         else:
             self.tell_in_full(report)
-            self._last_in_full = report
+            self.last_in_full = report
         self._last = report
 
     def tell_in_full(self, report: Report) -> bool:
@@ -435,10 +435,10 @@ class WarningPolicy:
         self._logger.warning(text, call, self._rank, extra={"event": "arrived", "call": call, "phase": "payload"})
 
     def end(self, call: str) -> None:
-        """The call has succeeded: log this if a report was logged in full."""
-        if self._last_in_full is not None:
+        """The call has succeeded after a report in full: log this."""
+        if self.last_in_full is not None:
             text = f"{call}: all ranks have arrived, and the call has succeeded"
-            self._log(text, self._last_in_full, {"event": "arrived", "call": call})
+            self._log(text, self.last_in_full, {"event": "arrived", "call": call})
 
     def notify_loss(self, text: str, report: Report) -> None:
         """Log a loss at once: a launcher may end this process before any exception is raised."""

@@ -105,7 +105,8 @@ class Watchdog:
             self._met = self._status.serial
         self._status.serial, self._status.in_call = self._met, False
         if succeeded:
-            self._policy.end(self._status.call)
+            if self._policy.last_in_full is not None:
+                self._policy.end(self._status.call)
         else:
             self._payloads.drop_failed()
 

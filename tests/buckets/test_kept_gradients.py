@@ -90,7 +90,7 @@ def test_the_second_flat_tensor_goes_when_no_gradient_is_kept_any_more() -> None
     _step(model, 3.0)
 
     (buffer,) = model._plan().buffers
-    assert buffer._spare is None
+    assert buffer.spare is None
 
 
 def test_gradients_that_stay_kept_are_never_written_to() -> None:

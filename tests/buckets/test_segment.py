@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from legacy_ddp._buckets.segment import Segment
+from legacy_ddp._buckets.layout import distinct, plan_layout
+from legacy_ddp._buckets.segment import Segment, SegmentPolicy
+from legacy_ddp._settings import Settings
 from tests.helpers.paths import ROOT
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -50,11 +53,13 @@ def test_a_kept_segment_is_private_also_in_the_parent() -> None:
 
 def test_a_segment_that_a_child_inherited_is_no_memory_to_share_there() -> None:
     """Other ranks would have written to the gradients of its parent."""
-    segment = Segment(PAGE)
+    (bucket,) = plan_layout(distinct([("weight", nn.Parameter(torch.zeros(3)))]), Settings()).buckets
+    policy, segment = SegmentPolicy(), Segment(PAGE)
+    policy.wanted = True
     child = os.fork()
     if child == 0:
-        os._exit(segment.is_shared)
-    assert segment.is_shared
+        os._exit(policy.fits(bucket, segment))
+    assert policy.fits(bucket, segment)
     assert os.waitpid(child, 0)[1] == 0
 
 

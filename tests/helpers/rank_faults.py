@@ -361,7 +361,7 @@ def killed_in_payload(stage: Stage) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if stage.is_on_host:
-        sys.setprofile(do_when("_divide", end))
+        sys.setprofile(do_when("divide", end))
     else:
         sys.setprofile(do_when("reduce_own_shard" if stage.scene.reproducible else "_finish", end, nth=3))
     stage.reduce()

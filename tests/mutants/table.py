@@ -394,8 +394,8 @@ COLLECTIVES = (
     ),
     Mutant(
         "the narrower dtype holds the sum",
-        "elif torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:",
-        "elif torch.finfo(total.dtype).max < torch.finfo(own.dtype).max:",
+        "if torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:",
+        "if torch.finfo(total.dtype).max < torch.finfo(own.dtype).max:",
         "tests/collectives/test_host_dtypes.py tests/collectives/test_dtypes.py -k overflow or range or documented",
     ),
     Mutant(
@@ -484,8 +484,8 @@ COLLECTIVES = (
     ),
     Mutant(
         "zeros for absent gradients are what the slot held before",
-        "views.tensors[index].zero_()  #",
-        "views.tensors[index]  #",
+        "views.made.tensors[index].zero_()  #",
+        "views.made.tensors[index]  #",
         f"{_ABSENT} -k ancestor",
     ),
     Mutant(
@@ -974,7 +974,7 @@ INTERRUPTS = (
     ),
     Mutant(
         "the owner of a call is thought to be there still",
-        "            if not other.owner.has_left():",
+        "            if not has_left(other):",
         "            if other is not self:",
         _INTERRUPTS,
     ),

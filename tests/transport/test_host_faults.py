@@ -63,7 +63,7 @@ def _killed_at_chunk(
     model = _model(reproducible=reproducible)
     _step(model, 1.0)
     if rank == victim:
-        sys.setprofile(do_when("_divide", partial(os.kill, os.getpid(), signal.SIGKILL), nth=chunk + 1))
+        sys.setprofile(do_when("divide", partial(os.kill, os.getpid(), signal.SIGKILL), nth=chunk + 1))
     start = time.monotonic()
     with pytest.raises(LostPeerError) as caught:
         _step(model, 1.0 + rank)
@@ -101,8 +101,8 @@ def _interrupted(rank: int, function: str, reproducible: bool = False) -> tuple[
 @pytest.mark.parametrize(
     "function, reproducible",
     [
-        *product(["is_settled", "settle", "_kept_works", "_divide", "barrier"], [False]),
-        *product(["is_settled", "_kept_works", "add_in_tree_order"], [True]),
+        *product(["settle", "_kept_works", "divide", "barrier"], [False]),
+        *product(["settle", "_kept_works", "add_in_tree_order"], [True]),
     ],
 )
 def test_an_interrupt_anywhere_after_the_header_drops_every_gradient_on_all(
@@ -134,7 +134,7 @@ def _stopped(rank: int, folder: Path, reproducible: bool) -> tuple[str, list[flo
     sign = folder / "sign"
     if rank == 1:
         subprocess.Popen([sys.executable, "-c", CONTINUE, str(os.getpid()), str(sign)])
-        sys.setprofile(do_when("_divide", partial(os.kill, os.getpid(), signal.SIGSTOP), nth=4))
+        sys.setprofile(do_when("divide", partial(os.kill, os.getpid(), signal.SIGSTOP), nth=4))
     with pytest.raises(LostPeerError) as caught:
         _step(model, 7.0)
     if rank == 1:

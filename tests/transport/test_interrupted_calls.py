@@ -16,7 +16,7 @@ from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
 from legacy_ddp import _torch as internals
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.state import Synchronizer
-from legacy_ddp._interrupts import OwnedLock, Owner
+from legacy_ddp._interrupts import OwnedLock, has_left
 from legacy_ddp._replicas.rotation import RotatingDigests
 from legacy_ddp._transport import private_groups
 from legacy_ddp._transport.call import Call
@@ -26,8 +26,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import thorough
 
 _FUNCTIONS = (
-    *(Call.__enter__, Call.__exit__, Call._begin, Call._release, Call._end_call),
-    *(Owner.__init__, Owner.has_left, OwnedLock.take, OwnedLock.release, Watchdog.begin, Watchdog.end),
+    *(Call.__enter__, Call.__exit__, Call._take_over, Call._release, Call._end_call),
+    *(has_left, OwnedLock.take, OwnedLock.release, Watchdog.begin, Watchdog.end),
     *(all_reduce, internals.keeps_grad_mode, Synchronizer.call, private_groups.groups_of),
     *(RotatingDigests._find_parts, RotatingDigests._digest_for),
 )

@@ -150,7 +150,7 @@ def _interrupted(rank: int, function: str, reproducible: bool) -> tuple[str, boo
 @pytest.mark.parametrize(
     "function, reproducible",
     [
-        *product(["is_settled", "_kept_works", "_start", "_poll", "_divide"], [False]),
+        *product(["settle", "_kept_works", "_start", "_poll", "divide"], [False]),
         *product(["_kept_works", "add_on_host", "reduce_own_shard", "give_out"], [True]),
     ],
 )
@@ -163,5 +163,5 @@ def test_an_interrupt_after_the_header_drops_every_gradient_on_both_hosts(
     hosts = _hosts(reproducible)
     assert seen[2] == ("KeyboardInterrupt", True)
     for rank in (0, 1, 3):
-        may_have_its_result = function in ("_poll", "_divide", "give_out") and hosts[rank] != hosts[2]
+        may_have_its_result = function in ("_poll", "divide", "give_out") and hosts[rank] != hosts[2]
         assert seen[rank] == ("PeerLostError", True) or (may_have_its_result and seen[rank] == ("", False))

@@ -431,7 +431,7 @@ def _alone() -> Any:
     """The call of a single rank: no descriptor comes from another rank, and no rank has a problem."""
     return SimpleNamespace(
         groups=SimpleNamespace(rank=0, host_ranks=(0,)),
-        over_star=lambda _: Descriptors(),
+        over_star=lambda *_: Descriptors(),
         first_problem=lambda *texts: "".join(texts),
     )
 
@@ -446,10 +446,10 @@ def test_a_call_with_new_segments_is_followed_by_one_that_forgets_the_old_segmen
     memory, old, new = PeerMemory(1), Segment(64), Segment(64)
     _settle(memory, old)
     ids = _settle(memory, new)
-    assert not memory.is_settled(ids)
+    assert memory.settled != ids
     memory[0, old.serial]
 
     _settle(memory, new)
-    assert memory.is_settled(ids)
+    assert memory.settled == ids
     with pytest.raises(KeyError):
         memory[0, old.serial]

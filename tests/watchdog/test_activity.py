@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from legacy_ddp._transport.call import Call
 from legacy_ddp._watchdog import USER_CODE, process_activity
 from legacy_ddp._watchdog.activity import Activity, Sample
 from tests.helpers.rank_faults import do_when
@@ -101,6 +102,8 @@ def _phases_of_a_call(rank: int) -> tuple[list[str], str, str]:
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code is Activity.enter.__code__ and frame.f_locals["self"] is process_activity:
             said.append(f"{frame.f_locals['call']}: {frame.f_locals['phase']}")
+        if event == "call" and frame.f_code is Call.phase.__code__:
+            said.append(f"{frame.f_locals['self'].full_name}: {frame.f_locals['name']}")
 
     sys.setprofile(note)
     model.all_reduce()

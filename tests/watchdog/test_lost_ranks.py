@@ -276,7 +276,7 @@ def _wake_when_stopped(pid: int) -> None:
 
 @pytest.mark.parametrize("where", ["backward", "agree", "payload"])
 def test_a_rank_that_is_stopped_and_goes_on_in_time_changes_nothing(tmp_path: Path, transport: str, where: str) -> None:
-    function = {"host": "_divide", "gloo": "_finish"}[transport] if where == "payload" else where
+    function = {"host": "divide", "gloo": "_finish"}[transport] if where == "payload" else where
     results = run_ranks(_goes_on_after_a_stop, 3, tmp_path, function)
     assert [means for means, _ in results] == [[1.0] * 4] * 3  # of 0, 1 and 2
     assert results[1][1]  # it was stopped, indeed
