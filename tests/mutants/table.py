@@ -886,7 +886,7 @@ STEPS = (
     ),
     Mutant(
         "a plain call forgets which results were divided again",
-        "if not (is_weighted or self._divided):",
+        "if not (is_weighted or self.divided):",
         "if not is_weighted:",
         "tests/step_guard/test_divided_results.py -k not_stepped",
     ),
