@@ -355,6 +355,13 @@ def test_the_start_of_a_run_that_goes_on_is_no_step_of_its_own(tmp_path: Path) -
     assert np.isnan(chart.values[:, :3]).all()
 
 
+def test_a_later_start_of_another_run_is_one_of_the_steps(tmp_path: Path) -> None:
+    environments = lambda rank, size: environment(rank, size, first_step=4)  # noqa: E731  # short, and used once
+    runs = {"steps": 4, "start": ()}, {"steps": 1, "environments": environments}
+
+    assert _pages(tmp_path, *runs)[0].columns == ["1", "2", "3", "4"]
+
+
 # Down-sampling
 
 
