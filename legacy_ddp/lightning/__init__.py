@@ -17,8 +17,7 @@ except ModuleNotFoundError as error:
         "a different package); run: pip install 'legacy_ddp[lightning]'"
     ) from error
 
-from legacy_ddp.lightning._fabric import LegacyDDPFabricStrategy
-from legacy_ddp.lightning._trainer import LegacyDDPStrategy
+from legacy_ddp.lightning._strategies import LegacyDDPFabricStrategy, LegacyDDPStrategy
 
 __all__ = ["LegacyDDPFabricStrategy", "LegacyDDPStrategy"]
 

@@ -132,7 +132,7 @@ def try_batch(call: Call, passes: Passes, ring: Ring, batch: int, own: torch.Ten
     for rank, (first, second) in enumerate(repeats):
         results[Witness(rank, REPEAT)] = first
         results[Witness(rank, LATER_REPEAT)] = second
-    odd, reference = (results[witness] for witness in (verdict.odd, verdict.reference) if witness)
+    odd, reference = results[verdict.odd], results[verdict.reference]
     differing = tuple(name for name, a, b in zip(passes.names, odd, reference, strict=True) if a != b)
     return Trial(batch, data, verdict, operations, differing, note)
 
@@ -163,7 +163,7 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
     itself.
     """
     odd, reference = trial.verdict.odd, trial.verdict.reference
-    if odd is None or reference is None or odd.run not in trial.operations:
+    if odd.run not in trial.operations:
         return Place(note=trial.note)
     with call.phase("compare"):
         place = _find_operation(call, trial, odd, reference)

@@ -56,10 +56,10 @@ class Verdict:
     """
 
     kind: Kind
-    ranks: tuple[int, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
-    odd: Witness | None = None
-    reference: Witness | None = None
+    ranks: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    odd: Witness
+    reference: Witness
 
     @property
     def is_attributed(self) -> bool:
@@ -179,7 +179,8 @@ class CrossCheckReport:
         if self.agrees:
             return "\n".join(lines)
         lines += wrap(f"who: {self.who}", "  ")
-        lines += wrap(f"results: {self._results()}", "  ")
+        first = f", first {self.differing[0]}" if self.differing else ""
+        lines += wrap(f"results: {len(self.differing)} of {self.compared} differ{first}", "  ")
         where, *why = (wrap(text, "  ") for text in self.place)
         lines += [*where, *(self.elements.lines("    ") if self.elements else []), *chain.from_iterable(why)]
         lines += [line for item in self.settings[:MAX_LINES] for line in wrap(f"setting {item}", "  ")]
@@ -192,10 +193,6 @@ class CrossCheckReport:
         words = _WORDS[self.verdict].format(ranks=name_ranks(self.ranks), compute=verb)
         counts = f": {self.size} rank{'s' * (self.size > 1)}, {self.compared} results of each batch" * self.agrees
         return f"{self.call}: {words}{counts}"
-
-    def _results(self) -> str:
-        count = f"{len(self.differing)} of {self.compared} differ"
-        return f"{count}, first {self.differing[0]}" if self.differing else count
 
 
 def report_of(
@@ -233,8 +230,6 @@ def report_of(
 
 def _labels(verdict: Verdict) -> Labels:
     odd, reference = verdict.odd, verdict.reference
-    if odd is None or reference is None:
-        return "A", "B"
     if odd.rank != reference.rank:
         return name_ranks(verdict.group_of(odd)), name_ranks(verdict.group_of(reference))
     return ("an earlier run", "a later run") if odd.run in RING_RUNS else ("one run", "the next run")
@@ -243,7 +238,7 @@ def _labels(verdict: Verdict) -> Labels:
 def _facts(verdict: Verdict, settings: Sequence[Difference]) -> Facts:
     """The settings that differ between the two sides: one value on all ranks of a side, another on all of the other."""
     odd, reference = verdict.odd, verdict.reference
-    if odd is None or reference is None or odd.rank == reference.rank:
+    if odd.rank == reference.rank:
         return {}
     found = {}
     for item in settings:

@@ -34,6 +34,9 @@ _VALUE_CODE = """
 if (value < 0) return "none"
 return value === 0 || (value >= 1e-3 && value < 1e5) ? String(Number(value.toPrecision(4))) : value.toExponential(3)
 """
+_POWER_CODE = """
+return tick >= 1e-3 && tick < 1e4 ? String(Number(tick.toPrecision(2))) : tick.toExponential(1)
+"""
 _CELL_CODE = """
 const {i, j} = special_vars.image_index
 const count = counts[j * columns + i]
@@ -110,7 +113,7 @@ def _draw(axis: Axis, heat_map: _HeatMap) -> Chart:
     bar = models.ColorBar(
         color_mapper=models.LogColorMapper(palette=ramp, low=low, high=high),
         ticker=models.FixedTicker(ticks=np.geomspace(low, high, 4).tolist()),
-        formatter=models.PrintfTickFormatter(format="%.2g"),
+        formatter=models.CustomJSTickFormatter(code=_POWER_CODE),
         title=heat_map.value_title,
         title_text_font_style="normal",
         title_text_font_size="11px",

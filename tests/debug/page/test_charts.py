@@ -355,24 +355,33 @@ def test_the_start_of_a_run_that_goes_on_is_no_step_of_its_own(tmp_path: Path) -
     assert np.isnan(chart.values[:, :3]).all()
 
 
+def test_a_later_start_of_another_run_is_one_of_the_steps(tmp_path: Path) -> None:
+    environments = lambda rank, size: environment(rank, size, first_step=4)  # noqa: E731  # short, and used once
+    runs = {"steps": 4, "start": ()}, {"steps": 1, "environments": environments}
+
+    assert _pages(tmp_path, *runs)[0].columns == ["1", "2", "3", "4"]
+
+
 # Down-sampling
 
 
-@pytest.mark.parametrize("names, steps, prefix", [(2, 3, ""), (2, 401, "up to "), (501, 3, "up to ")])
+@pytest.mark.parametrize("names, steps, count", [(2, 3, "4"), (2, 401, "up to 7"), (501, 3, "up to 7")])
 def test_cells_that_share_a_place_show_the_largest_and_whatever_stands_out(
-    tmp_path: Path, names: int, steps: int, prefix: str
+    tmp_path: Path, names: int, steps: int, count: str
 ) -> None:
     listed = {"reduced_gradients": tuple(f"gradient of 'p{index}'" for index in range(names))}
-    planted = {
-        (0, 2, "reduced_gradients", "gradient of 'p1'"): ("ee" * 8, 1e6, 4),
-        (1, 2, "reduced_gradients", "gradient of 'p1'"): ("ee" * 8, 1e6, 7),
-        (1, 3, "reduced_gradients", "gradient of 'p0'"): (OTHER, 1.0),
+    not_finite = {("p1", 1): (2.0, 7), ("p0", 2): (2.0, 7), ("p1", 2): (1e6, 4)}
+    planted: dict[Any, Any] = {
+        (rank, step, "reduced_gradients", f"gradient of {name!r}"): ("ee" * 8, norm, number)
+        for (name, step), (norm, number) in not_finite.items()
+        for rank in (0, 1)
     }
+    planted[1, 3, "reduced_gradients", "gradient of 'p0'"] = (OTHER, 1.0)
     chart = _map(tmp_path, planted, names=listed, steps=steps, start=())
     row = chart.rows[1] if names == 2 else "'p0' to 'p1' (2 parameters)"
     columns = [next(name for name in chart.columns if name.startswith(starts)) for starts in (("2", "1 to 2"), ("3",))]
 
-    assert chart.cell(row, columns[0]) == (1e6, f"NaN or infinity, {prefix}4")
+    assert chart.cell(row, columns[0]) == (1e6, f"NaN or infinity, {count}")
     assert chart.cells_with("ranks differ") == {(chart.rows[0], columns[1])}
 
 
