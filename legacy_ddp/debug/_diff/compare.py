@@ -27,7 +27,7 @@ from legacy_ddp.debug._diff.locations import (
     first_of_tensors,
     merge,
 )
-from legacy_ddp.debug._diff.operations import RankOperations, RunOperations, with_operations
+from legacy_ddp.debug._diff.operations import RunOperations, with_operations
 from legacy_ddp.debug._diff.pair import (
     ROUNDING_LIMIT,
     SHARED_PHASES,
@@ -54,6 +54,10 @@ from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
 from legacy_ddp.debug._trace.run import Run, RunCoverage
 
 _DIVERGENCE_ERROR = "ReplicaDivergenceError"
+_NO_OPERATIONS = (
+    "operations are compared between two runs, and not between the ranks of one, which have batches of their own: "
+    "cross_check() lets every rank compute the same batch"
+)
 # Expected to differ between ranks.
 _FACTS_OF_A_RANK = (*causes.EXCLUDED, "seed", "devices")
 
@@ -434,7 +438,6 @@ class _RankPairs:
         self._unfinished: set[tuple[int, str]] = set()
         self._ranks_with_other_settings: list[int] = []
         with run.open(0) as reference:
-            self._micro_batches: dict[int, list[int]] = {step: [] for step in reference.micro_batches}
             self._add(0, reference, reference)
             for rank in range(1, run.world_size):
                 with run.open(rank) as trace:
@@ -448,11 +451,6 @@ class _RankPairs:
         last = unfinished_step(trace)
         if last is not None:
             self._unfinished.update((last, phase) for phase in SHARED_PHASES if trace.digest(last, phase) is None)
-        self._micro_batches = {
-            step: [*numbers, trace.micro_batches[step]]
-            for step, numbers in self._micro_batches.items()
-            if step in trace.micro_batches
-        }
         if SettingDifferences.has_any(pair):
             self._ranks_with_other_settings.append(rank)
         for step, phase in pair.candidates:
@@ -477,10 +475,6 @@ class _RankPairs:
         divergences = divergences_of_ranks(run, key, self._keep) if key else []
         divergences.sort(key=lambda item: item.phase == "settings" and is_apart(item.name))
         first = divergences[0] if divergences else None
-        micro_batches = self._micro_batches
-        if first is not None:  # in later steps operations may differ because of this divergence
-            micro_batches = {step: numbers for step, numbers in micro_batches.items() if step <= first.step}
-        operations = RankOperations(run, micro_batches)
         around = self._environment_causes()
         cause_of = partial(cause_of_ranks, world_size=size)
         likely, others, apart = setting_causes(settings, first, cause_of)
@@ -495,13 +489,13 @@ class _RankPairs:
             causes=[*likely, *around, *others],
             settings_apart=apart,
             evidence={"kind": "ranks", "world_size": size, **_setting_evidence(settings)},
-            operations=operations.finding,
+            operations=None,
             notes=self._notes(),
             notes_if_same=[
                 *(f"{cause.what} differs between ranks and changed no bit" for cause in around),
                 *coverage.cause_notes([*likely, *others, *apart]),
             ],
-            notes_about_operations=operations.notes(),
+            notes_about_operations=[_NO_OPERATIONS] if self._recorded.operations else (),
             equal=f"{size} ranks hold the same",
             where=_against(first) if first else "",
         )

@@ -61,7 +61,6 @@ class RankTrace:
         self.steps = array("q")
         self.logged: dict[int, dict[str, float | str]] = {}
         self.operation_counts: dict[int, int] = {}
-        self.micro_batches: dict[int, int] = {}
         self._names: dict[int, tuple[Names, bytes]] = {}
         self._declared: list[Declaration] = []
         self._operations: dict[int, list[int]] = {}  # offsets of lines by step
@@ -200,7 +199,6 @@ class RankTrace:
             self._add_row(step)
             self._operations.setdefault(step, []).append(offset)
             self.operation_counts[step] = self.operation_counts.get(step, 0) + len(values["numbers"])
-            self.micro_batches[step] = max(values["micro_batch"], self.micro_batches.get(step, 0))
         elif kind == "log":
             self._add_row(step)
             self.logged.setdefault(step, {}).update(read_numbers(values["values"]))
