@@ -5,8 +5,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,6 @@ exit status: 0 the diff is complete, with notes or without; 2 a "decide" is
 left, nothing to port, or error."""
 # Read in a fraction of a second.
 SILENT_BYTES = 20_000_000
-_COLUMNS = 80
-_UPDATE_BYTES = 1 << 20  # a line has a few kB: too little for an update of the bar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,15 +127,15 @@ class _OneOrTwo(argparse.Action):
 
 def _diff(given: argparse.Namespace) -> int:
     runs = [open_run(path).with_local_buffers(given.local_buffers) for path in given.traces]
-    with progress_bar(_size(runs)) as progress:
-        found = compare_runs(runs[0], runs[1], progress) if len(runs) == 2 else compare_ranks(runs[0], progress)
+    _tell_size(runs)
+    found = compare_runs(*runs) if len(runs) == 2 else compare_ranks(runs[0])
     return _print(text.as_json(found) if given.json else text.lines(found), EXIT_STATUS[found.verdict])
 
 
 def _show(given: argparse.Namespace) -> int:
     run = open_run(given.traces[0])
-    with progress_bar(_size([run])) as progress:
-        found = summarise(run, progress)
+    _tell_size([run])
+    found = summarise(run)
     return _print(found.as_json() if given.json else summary.lines(found), 0)
 
 
@@ -149,8 +147,8 @@ def _report(given: argparse.Namespace) -> int:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise
         return _fail("error: report needs bokeh, which is not installed; pip install bokeh")
-    with progress_bar(2 * _size(runs)) as progress:  # once to compare, once for the curves
-        write_page(runs, given.output, progress)
+    _tell_size(runs)
+    write_page(runs, given.output)
     _note(f"wrote {given.output}")
     return 0
 
@@ -185,37 +183,11 @@ def _port(given: argparse.Namespace) -> int:
     return 0 if found.is_complete else _UNKNOWN
 
 
-def _size(runs: Sequence[Run]) -> int:
-    return sum(run.size_bytes for run in runs)
-
-
-@contextmanager
-def progress_bar(size_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Yields a function that takes the number of bytes read. Shows nothing for short reads or without a terminal."""
-    if size_bytes < SILENT_BYTES or not (sys.stderr and sys.stderr.isatty()):
-        yield lambda _: None
-        return
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]  # no types shipped; an optional package
-    except ModuleNotFoundError:
-        print(f"reading {format_bytes(size_bytes)} ...", file=sys.stderr)
-        yield lambda _: None
-        return
-    with tqdm(total=size_bytes, unit="B", unit_scale=True, desc="reading", ncols=_COLUMNS, leave=False) as bar:
-        yield _in_batches(bar.update)
-
-
-def _in_batches(update: Callable[[int], object]) -> Callable[[int], object]:
-    pending = 0
-
-    def add(size_bytes: int) -> None:
-        nonlocal pending
-        pending += size_bytes
-        if pending >= _UPDATE_BYTES:
-            update(pending)
-            pending = 0
-
-    return add
+def _tell_size(runs: Sequence[Run]) -> None:
+    """Say what takes long, on a terminal."""
+    size_bytes = sum(run.size_bytes for run in runs)
+    if size_bytes >= SILENT_BYTES and sys.stderr and sys.stderr.isatty():
+        _note(f"reading {format_bytes(size_bytes)} ...")
 
 
 def _print(output: "list[str] | dict[str, Any]", status: int) -> int:

@@ -10,16 +10,17 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import legacy_ddp
-from legacy_ddp.debug._cli import SILENT_BYTES, main, progress_bar
+from legacy_ddp.debug._cli import SILENT_BYTES, _tell_size, main
 from legacy_ddp.debug._trace.records import RANK_FILE
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_script
-from tests.helpers.traces import end_after, environment, lines_of, sealed, write_trace
+from tests.helpers.traces import end_after, environment, write_trace
 
 _WITHOUT = "import sys; sys.modules[{!r}] = None; from legacy_ddp.debug._cli import main; sys.exit(main(sys.argv[1:]))"
 _RANK_0, _RANK_1 = RANK_FILE.format(0), RANK_FILE.format(1)
@@ -254,41 +255,14 @@ class _Terminal(io.StringIO):
         return True
 
 
-def _read(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> str:
-    """What a long read writes to a terminal."""
+@pytest.mark.parametrize("size_bytes, said", [(380_000_000, "reading 380 MB ...\n"), (SILENT_BYTES - 1, "")])
+def test_a_long_read_is_announced_on_a_terminal(size_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with progress_bar(size_bytes) as progress:
-        for _ in range(100):
-            progress(size_bytes // 100)
-    return terminal.getvalue()
 
+    _tell_size([SimpleNamespace(size_bytes=size_bytes)])
 
-def test_a_long_read_shows_on_a_terminal_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tqdm")
-
-    told = _read(monkeypatch, 500_000_000)
-
-    assert "reading:" in told
-    assert "500M" in told
-    assert max(len(line) for line in told.split("\r")) <= 80
-
-
-def test_without_tqdm_a_long_read_is_announced_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-
-    assert _read(monkeypatch, 380_000_000) == "reading 380 MB ...\n"
-
-
-def test_a_short_read_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _read(monkeypatch, SILENT_BYTES - 1) == ""
-
-
-def test_where_stderr_is_no_terminal_nothing_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar(10**9) as progress:
-        progress(10**9)
-
-    assert capsys.readouterr().err == ""
+    assert terminal.getvalue() == said
 
 
 @pytest.mark.parametrize(
@@ -317,26 +291,6 @@ def test_without_bokeh_report_says_what_to_install(traces: tuple[Path, Path, Pat
 
     assert done.returncode == 2
     assert done.stderr == ("legacy-ddp: error: report needs bokeh, which is not installed; pip install bokeh\n")
-
-
-@pytest.mark.parametrize("value", [b"1e999", b"Infinity", b"NaN"])
-def test_a_norm_that_is_no_number_is_one_line_of_error(
-    value: bytes, traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("bokeh")
-    a, b, _ = traces
-    planted = {(0, 3, "reduced_gradients", "gradient of 'a'"): ("ab" * 8, 123.5)}
-    path = write_trace(tmp_path / "d", planted=planted) / _RANK_0
-    bodies = [line.rpartition(b',"at":')[0].replace(b"123.5,", value + b",") for line in lines_of(path.read_bytes())]
-    path.write_bytes(b"".join(sealed(body, at) for at, body in enumerate(bodies, start=1)))
-
-    for command in (["diff", b, path.parent, "--json"], ["report", path.parent, "-o", tmp_path / "page.html"]):
-        assert main([*map(str, command)]) == 2
-        captured = capsys.readouterr()
-        assert (captured.out, captured.err.count("\n")) == ("", 1)
-        assert "has contents that no recorder writes: key 'norms'" in captured.err
-    assert not (tmp_path / "page.html").exists()
-    assert main(["diff", str(a), str(b)]) == 0
 
 
 def test_a_home_directory_is_found_in_every_path(

@@ -7,7 +7,7 @@ difference.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,17 +18,16 @@ from legacy_ddp.debug._diff.explain import Evidence, Kind, explain
 from legacy_ddp.debug._diff.locations import (
     MAX_OTHERS,
     SETTINGS,
+    Differing,
     Key,
-    LocationMask,
     Locations,
     RankGroups,
-    bit_mask,
     divergences_of_ranks,
     divergences_of_runs,
     first_of_tensors,
     merge,
 )
-from legacy_ddp.debug._diff.operations import RankOperations, RunOperations, with_operations
+from legacy_ddp.debug._diff.operations import RunOperations, with_operations
 from legacy_ddp.debug._diff.pair import (
     ROUNDING_LIMIT,
     SHARED_PHASES,
@@ -50,16 +49,20 @@ from legacy_ddp.debug._diff.settings import (
     is_apart,
     setting_causes,
 )
-from legacy_ddp.debug._trace.read import Progress, RankTrace
+from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
 from legacy_ddp.debug._trace.run import Run, RunCoverage
 
 _DIVERGENCE_ERROR = "ReplicaDivergenceError"
+_NO_OPERATIONS = (
+    "operations are compared between two runs, and not between the ranks of one, which have batches of their own: "
+    "cross_check() lets every rank compute the same batch"
+)
 # Expected to differ between ranks.
 _FACTS_OF_A_RANK = (*causes.EXCLUDED, "seed", "devices")
 
 
-def compare_runs(a: Run, b: Run, progress: Progress = lambda _: None) -> Comparison:
+def compare_runs(a: Run, b: Run) -> Comparison:
     """Differences between two runs, in the steps and phases which both recorded.
 
     Rank r is compared with rank r. Runs of different world sizes are compared in the phases which ranks share: rank 0
@@ -72,10 +75,10 @@ def compare_runs(a: Run, b: Run, progress: Progress = lambda _: None) -> Compari
     Raises:
         TraceError: a trace file cannot be read, or the runs are of different models.
     """
-    return _result(_RunPairs(a, b, progress).found())
+    return _result(_RunPairs(a, b).found())
 
 
-def compare_ranks(run: Run, progress: Progress = lambda _: None) -> Comparison:
+def compare_ranks(run: Run) -> Comparison:
     """Differences between the ranks of one run, in the phases which ranks share.
 
     Local gradients, inputs and buffers matching ``local_buffers`` belong to single ranks and are not compared. The
@@ -88,7 +91,7 @@ def compare_ranks(run: Run, progress: Progress = lambda _: None) -> Comparison:
     if run.world_size == 1:
         headline = "cannot tell: one rank only, and no other to compare it with; name two runs"
         return Comparison((str(run.folder),), "unknown", headline)
-    return _result(_RankPairs(run, progress).found())
+    return _result(_RankPairs(run).found())
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class _Found:
     """What the comparison of all pairs found, as the verdict needs it.
 
     ``recorded``: what each run recorded; ``compared``: what was compared. ``steps``: in which a difference counts,
-    ascending. ``masks``: all locations; ``divergences``: in the first of them. ``evidence``: fields of
+    ascending. ``locations``: all of them; ``divergences``: in the first of them. ``evidence``: fields of
     :class:`Evidence` that only one kind of comparison has. ``problems``: inside of a run. ``notes``: parts of the
     traces without a comparison; ``notes_if_same``: differences that changed no bit. ``equal``: the equal sides, and
     ``where``: the ranks of the first divergence, for the headline.
@@ -117,7 +120,7 @@ class _Found:
     recorded: tuple[RunCoverage, ...]
     compared: coverage.ComparisonCoverage
     steps: Sequence[int]
-    masks: Mapping[Key, LocationMask]
+    locations: Mapping[Key, Differing]
     divergences: Sequence[Divergence]
     causes: Sequence[Cause]
     settings_apart: Sequence[Cause]
@@ -155,7 +158,7 @@ def _result(found: _Found) -> Comparison:
 
 def _different(found: _Found, first: Divergence, *others: Divergence) -> Comparison:
     start: Key = first.step, PHASES.index(first.phase)
-    later = {key: mask for key, mask in found.masks.items() if key >= start}  # earlier settings are causes
+    later = {key: item for key, item in found.locations.items() if key >= start}  # earlier settings are causes
     locations, more_locations = merge(later, found.steps)
     starting = found.starting_runs(first.step)
     evidence = Evidence(
@@ -235,7 +238,7 @@ class _RunPairs:
 
     _words = _Words("runs", "both", "no step was compared on every rank", "no phase was recorded by both")
 
-    def __init__(self, a: Run, b: Run, progress: Progress) -> None:
+    def __init__(self, a: Run, b: Run) -> None:
         self._runs = a, b
         self._recorded = RunCoverage("A"), RunCoverage("B")
         self._compared = coverage.ComparisonCoverage()
@@ -247,13 +250,13 @@ class _RunPairs:
         self._ranks_with_other_settings: list[int] = []
         self._metrics: tuple[MetricDifference, ...] = ()
         for rank in range(a.world_size) if self._has_equal_sizes else (0,):
-            with self._open(rank, progress) as pair:
+            with self._open(rank) as pair:
                 self._add(rank, pair)
 
     @contextmanager
-    def _open(self, rank: int, progress: Progress = lambda _: None, until: int | None = None) -> Iterator[Pair]:
+    def _open(self, rank: int, until: int | None = None) -> Iterator[Pair]:
         a, b = self._runs
-        with a.open(rank, progress, until) as trace_a, b.open(rank, progress, until) as trace_b:
+        with a.open(rank, until) as trace_a, b.open(rank, until) as trace_b:
             if self._has_equal_sizes:
                 yield Pair(trace_a, trace_b)
             else:
@@ -273,18 +276,18 @@ class _RunPairs:
         if SettingDifferences.has_any(pair):
             self._ranks_with_other_settings.append(rank)
         if self._has_equal_sizes:
-            first = first_of_tensors(self._locations.masks)
+            first = first_of_tensors(self._locations.found)
             self._calls.add_rank(rank, pair, first and first[0])
             self._operations.add_rank(rank, pair, first and first[0])
 
     def found(self) -> _Found:
         """If only settings differ, there is no divergence but a note: they changed no bit."""
         problems = [] if self._has_equal_sizes else [*self._compare_ranks_of_each()]
-        tensors = first_of_tensors(self._locations.masks)
+        tensors = first_of_tensors(self._locations.found)
         divergences, size = self._read(tensors)
         settings = self._compare_settings(tensors)
         if tensors and tensors[1] > SETTINGS:
-            ranks = self._locations.masks[tensors].rank_numbers
+            ranks = sorted(self._locations.found[tensors].ranks)
             if of_settings := explaining(tensors[0], ranks, settings.settings):
                 divergences, size = of_settings, None
         first = divergences[0] if divergences else None
@@ -299,7 +302,7 @@ class _RunPairs:
             recorded=self._recorded,
             compared=self._compared,
             steps=self._compared.any_steps,
-            masks=self._locations.masks,
+            locations=self._locations.found,
             divergences=divergences,
             causes=[*likely, *around, *self._call_causes(first.step), *others] if first else [],
             settings_apart=apart,
@@ -319,7 +322,7 @@ class _RunPairs:
         if key is None:
             return [], None
         step, phase = key[0], PHASES[key[1]]
-        ranks = self._locations.masks[key].rank_numbers
+        ranks = sorted(self._locations.found[key].ranks)
 
         def entries() -> Iterator[EntryPair]:
             for rank in ranks:
@@ -426,7 +429,7 @@ class _RankPairs:
         "no phase that ranks share was recorded by all of them",
     )
 
-    def __init__(self, run: Run, progress: Progress) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._keep = keep_shared(run.environments[0].local_buffers)
         self._recorded, self._compared = RunCoverage(""), coverage.ComparisonCoverage()
@@ -434,11 +437,10 @@ class _RankPairs:
         self._groups: dict[Key, RankGroups] = {}
         self._unfinished: set[tuple[int, str]] = set()
         self._ranks_with_other_settings: list[int] = []
-        with run.open(0, progress) as reference:
-            self._micro_batches: dict[int, list[int]] = {step: [] for step in reference.micro_batches}
+        with run.open(0) as reference:
             self._add(0, reference, reference)
             for rank in range(1, run.world_size):
-                with run.open(rank, progress) as trace:
+                with run.open(rank) as trace:
                     self._add(rank, reference, trace)
         self._compared.leave_out(self._unfinished)
 
@@ -449,11 +451,6 @@ class _RankPairs:
         last = unfinished_step(trace)
         if last is not None:
             self._unfinished.update((last, phase) for phase in SHARED_PHASES if trace.digest(last, phase) is None)
-        self._micro_batches = {
-            step: [*numbers, trace.micro_batches[step]]
-            for step, numbers in self._micro_batches.items()
-            if step in trace.micro_batches
-        }
         if SettingDifferences.has_any(pair):
             self._ranks_with_other_settings.append(rank)
         for step, phase in pair.candidates:
@@ -462,28 +459,22 @@ class _RankPairs:
     def _compare(self, rank: int, pair: Pair, step: int, phase: str) -> None:
         """Add the rank to the ranks with equal contents. The lines of one rank in each group are parsed."""
         key: Key = step, PHASES.index(phase)
-        if key not in self._groups:
-            self._groups[key] = RankGroups(self._run.world_size, pair.a.digest(step, phase))
-        groups = self._groups[key]
-        if not groups.add_known(rank, pair.b.digest(step, phase)):
+        groups, digest = self._groups.setdefault(key, RankGroups()), pair.b.digest(step, phase)
+        if not groups.add_known(rank, digest):
             differing, names = pair.differing(step, phase)
-            groups.add(rank, differing)
+            groups.add(rank, digest, differing)
             if differing:
                 self._locations.add(key, rank, differing, names)
 
     def found(self) -> _Found:
-        run, size, masks = self._run, self._run.world_size, self._masks()
-        tensors = first_of_tensors(masks)
+        run, size, located = self._run, self._run.world_size, self._located()
+        tensors = first_of_tensors(located)
         settings = self._compare_settings(tensors)
-        keys = {(item.first, SETTINGS) for item in settings.settings if not item.is_apart} & {*masks}
+        keys = {(item.first, SETTINGS) for item in settings.settings if not item.is_apart} & {*located}
         key = min(keys | ({tensors} if tensors else set()), default=None)
         divergences = divergences_of_ranks(run, key, self._keep) if key else []
         divergences.sort(key=lambda item: item.phase == "settings" and is_apart(item.name))
         first = divergences[0] if divergences else None
-        micro_batches = self._micro_batches
-        if first is not None:  # in later steps operations may differ because of this divergence
-            micro_batches = {step: numbers for step, numbers in micro_batches.items() if step <= first.step}
-        operations = RankOperations(run, micro_batches)
         around = self._environment_causes()
         cause_of = partial(cause_of_ranks, world_size=size)
         likely, others, apart = setting_causes(settings, first, cause_of)
@@ -493,18 +484,18 @@ class _RankPairs:
             recorded=(self._recorded,),
             compared=self._compared,
             steps=self._compared.steps,
-            masks=masks,
+            locations=located,
             divergences=divergences,
             causes=[*likely, *around, *others],
             settings_apart=apart,
             evidence={"kind": "ranks", "world_size": size, **_setting_evidence(settings)},
-            operations=operations.finding,
+            operations=None,
             notes=self._notes(),
             notes_if_same=[
                 *(f"{cause.what} differs between ranks and changed no bit" for cause in around),
                 *coverage.cause_notes([*likely, *others, *apart]),
             ],
-            notes_about_operations=operations.notes(),
+            notes_about_operations=[_NO_OPERATIONS] if self._recorded.operations else (),
             equal=f"{size} ranks hold the same",
             where=_against(first) if first else "",
         )
@@ -518,14 +509,12 @@ class _RankPairs:
                 found.add_rank(rank, Pair(reference, trace, SHARED_PHASES, self._keep, may_lack=()))
         return found
 
-    def _masks(self) -> dict[Key, LocationMask]:
+    def _located(self) -> dict[Key, Differing]:
         """The locations with a difference in what was compared on all ranks, with the ranks outside the majority."""
-        steps, phases = {*self._compared.steps}, self._compared.phases
+        steps, phases, size = {*self._compared.steps}, self._compared.phases, self._run.world_size
         return {
-            (step, phase): replace(
-                mask, ranks=bit_mask(self._groups[step, phase].outside_majority(), self._run.world_size)
-            )
-            for (step, phase), mask in self._locations.masks.items()
+            (step, phase): found._replace(ranks=frozenset(self._groups[step, phase].outside_majority(size)))
+            for (step, phase), found in self._locations.found.items()
             if step in steps and PHASES[phase] in phases and (step, PHASES[phase]) not in self._unfinished
         }
 

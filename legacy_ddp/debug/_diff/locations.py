@@ -1,12 +1,10 @@
 """Steps and phases with differences: names and ranks of all, and the divergences in one of them."""
 
-from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
+from typing import NamedTuple
 
-from legacy_ddp._compare import group_ranks, name_ranks, outside_majority
+from legacy_ddp._compare import name_ranks, outside_majority
 from legacy_ddp.debug._diff.pair import (
     ABSENT,
     Entry,
@@ -30,126 +28,91 @@ Key = tuple[int, int]
 
 SETTINGS = PHASES.index("settings")
 
-_LIKE_RANK_0 = 0
 _Group = tuple[Entry, list[int]]
 """An entry, and the ranks which hold it."""
 
 
-@dataclass(frozen=True)
-class LocationMask:
-    """Ranks with a difference, differing names and all names of one step and phase, as bit masks.
+class Differing(NamedTuple):
+    """Ranks with a difference, the differing names and all names of one step and phase."""
 
-    Masks keep memory small: thousands of locations may differ, each with thousands of names.
-    """
-
-    ranks: int = 0
-    differing: int = 0
-    names: int = 0
-
-    @property
-    def rank_numbers(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.ranks.bit_length()) if self.ranks >> rank & 1)
-
-
-def bit_mask(indices: Collection[int], size: int) -> int:
-    """The number with these bits set, all below ``size``."""
-    digits = bytearray(b"0" * size)
-    for index in indices:
-        digits[-1 - index] = ord("1")
-    return int(digits or b"0", 2)
+    ranks: frozenset[int] = frozenset()
+    differing: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
 
 
 class Locations:
-    """All steps and phases with differences."""
+    """All steps and phases with differences. Most steps differ in the same names: equal sets are kept once."""
 
     def __init__(self) -> None:
-        self.masks: dict[Key, LocationMask] = {}
-        self._indices: dict[int, dict[str, int]] = {}  # bits of names by phase, in the order of arrival
-        self._of_all_names: dict[tuple[int, tuple[str, ...]], int] = {}  # these names repeat in every step
+        self.found: dict[Key, Differing] = {}
+        self._kept: dict[Differing, Differing] = {}
 
-    def add(self, key: Key, rank: int, differing: Collection[str], names: tuple[str, ...]) -> None:
+    def add(self, key: Key, rank: int, differing: Iterable[str], names: Iterable[str]) -> None:
         """Add the differing names, among ``names``, of one rank."""
-        if (key[1], names) not in self._of_all_names:
-            self._of_all_names[key[1], names] = self._mask(key[1], names)
-        before = self.masks.get(key, LocationMask())
-        self.masks[key] = LocationMask(
-            before.ranks | 1 << rank,
-            before.differing | self._mask(key[1], differing),
-            before.names | self._of_all_names[key[1], names],
-        )
-
-    def _mask(self, phase: int, names: Collection[str]) -> int:
-        known = self._indices.setdefault(phase, {})
-        indices = [known.setdefault(name, len(known)) for name in names]
-        return bit_mask(indices, len(known))
+        before = self.found.get(key, Differing())
+        found = Differing(before.ranks | {rank}, before.differing | {*differing}, before.names | {*names})
+        self.found[key] = self._kept.setdefault(found, found)
 
 
-def first_of_tensors(masks: Mapping[Key, LocationMask]) -> Key | None:
+def first_of_tensors(found: Mapping[Key, Differing]) -> Key | None:
     """The first location with differing tensors."""
-    return min((key for key in masks if key[1] != SETTINGS), default=None)
+    return min((key for key in found if key[1] != SETTINGS), default=None)
 
 
-def merge(masks: Mapping[Key, LocationMask], steps: Sequence[int]) -> tuple[tuple[Location, ...], int]:
+def merge(found: Mapping[Key, Differing], steps: Sequence[int]) -> tuple[tuple[Location, ...], int]:
     """The first few locations, and the number of steps and phases with differences beyond them.
 
-    Steps are merged into one location if they are consecutive in ``steps`` and have equal masks in a phase.
+    Steps are merged into one location if they are consecutive in ``steps`` and differ alike in a phase.
     """
     next_step = dict(pairwise(steps))
     runs: dict[Key, list[Key]] = {}
     latest: dict[int, list[Key]] = {}  # by phase
-    for key in sorted(masks):
+    for key in sorted(found):
         run = latest.get(key[1])
-        if run is None or next_step.get(run[-1][0]) != key[0] or masks[run[-1]] != masks[key]:
+        if run is None or next_step.get(run[-1][0]) != key[0] or found[run[-1]] != found[key]:
             run = runs[key] = latest[key[1]] = []
         run.append(key)
-    kept = [_location(run, masks[first]) for first, run in list(runs.items())[:MAX_LOCATIONS]]
-    return tuple(kept), len(masks) - sum(location.steps for location in kept)
+    kept = [_location(run, found[first]) for first, run in list(runs.items())[:MAX_LOCATIONS]]
+    return tuple(kept), len(found) - sum(location.steps for location in kept)
 
 
-def _location(run: Sequence[Key], mask: LocationMask) -> Location:
+def _location(run: Sequence[Key], found: Differing) -> Location:
     step, phase = run[0]
     return Location(
         step,
         PHASES[phase],
-        ranks=mask.rank_numbers,
-        differing=mask.differing.bit_count(),
-        total=mask.names.bit_count(),
+        ranks=tuple(sorted(found.ranks)),
+        differing=len(found.differing),
+        total=len(found.names),
         last_step=run[-1][0] if len(run) > 1 else None,
         steps=len(run),
     )
 
 
 class RankGroups:
-    """The ranks with equal contents in one step and phase. Ranks are added in ascending order, unless like rank 0."""
+    """The ranks with equal contents in one step and phase. A rank that was not added is like rank 0."""
 
-    def __init__(self, world_size: int, digest: int | None) -> None:
-        self._digests = array("q", [_bits(digest)]) * world_size
-        self._contents = array("q", [_LIKE_RANK_0]) * world_size
+    def __init__(self) -> None:
+        self._groups: dict[int, list[int]] = {}  # by the difference to rank 0
+        self._known: dict[int | None, list[int]] = {}  # by digest
 
     def add_known(self, rank: int, digest: int | None) -> bool:
         """Add a rank to an earlier rank with the same digest; False without such a rank."""
-        self._digests[rank] = _bits(digest)
-        earlier = self._digests.index(_bits(digest))
-        self._contents[rank] = self._contents[earlier]
-        return earlier < rank
+        group = self._known.get(digest)
+        if group is not None:
+            group.append(rank)
+        return group is not None
 
-    def add(self, rank: int, differing: Mapping[str, object]) -> None:
+    def add(self, rank: int, digest: int | None, differing: Mapping[str, object]) -> None:
         """Add a rank by its difference to rank 0: names may come in another order, which changes a digest."""
-        self._contents[rank] = _content_digest(differing) if differing else _LIKE_RANK_0
+        group = self._groups.setdefault(hash(frozenset(differing.items())), []) if differing else []
+        self._known[digest] = group
+        group.append(rank)
 
-    def outside_majority(self) -> tuple[int, ...]:
+    def outside_majority(self, world_size: int) -> tuple[int, ...]:
         """Ranks outside the strict majority; all ranks without a majority."""
-        return _outside_majority([ranks for _, ranks in group_ranks(self._contents)])
-
-
-def _content_digest(contents: Mapping[str, object]) -> int:
-    content = repr(sorted(contents.items())).encode()
-    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little", signed=True) or 1
-
-
-def _bits(digest: int | None) -> int:
-    """Zero for a missing section."""
-    return 0 if digest is None else digest or 1
+        like_first = sorted({*range(world_size)}.difference(*self._groups.values()))
+        return all_or_outside_majority(sorted([like_first, *self._groups.values()], key=lambda of: (-len(of), of)))
 
 
 def divergences_of_runs(
@@ -196,7 +159,7 @@ def divergences_of_ranks(run: Run, key: Key, keep: Keep) -> list[Divergence]:
             phase=phase,
             name=name,
             kind=" or ".join(dict.fromkeys(entry.kind for entry, _ in found if entry.value is not None)),
-            ranks=_outside_majority([ranks for _, ranks in found]),
+            ranks=all_or_outside_majority([ranks for _, ranks in found]),
             sides=tuple(entry.side(name_ranks(ranks)) for entry, ranks in found),
         )
         for name, found in by_name.items()
@@ -211,6 +174,6 @@ def _with_absent(groups: list[_Group], everyone: Iterable[int]) -> list[_Group]:
     return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
 
 
-def _outside_majority(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def all_or_outside_majority(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Ranks outside the strict majority; all ranks without a majority. ``groups`` begin with the greatest."""
     return outside_majority(groups) or tuple(sorted(chain.from_iterable(groups)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._diff.result import Side
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import PHASES, Names, Section
+from legacy_ddp.debug._trace.records import PHASES, Section
 
 ROUNDING_LIMIT = 1e-5
 GROWTH_LIMIT = 1e-3
@@ -208,12 +208,6 @@ class Pair:
 
     def differing(self, step: int, phase: str) -> tuple[dict[str, tuple[str, str] | None], tuple[str, ...]]:
         """Names with unequal entries, each with its :attr:`Entry.identity` in B, and all names."""
-        names = self.a.names(step, phase)
-        has_bits = phase != "settings"  # texts are compared by their meaning
-        if has_bits and names is not None and names == self.b.names(step, phase) and self._keeps_all_of(names):
-            rows = zip(names.names, names.kinds, self.a.words(step, phase), self.b.words(step, phase), strict=True)
-            unequal = [(name, kind, right) for name, kind, left, right in rows if left != right]
-            return {name: None if word is None else (kind, word) for name, kind, word in unequal}, names.names
         a, b = self.entries(step, phase)
         return {item.name: item.b.identity for item in entry_differences(a, b)}, tuple(dict.fromkeys([*a, *b]))
 
@@ -230,9 +224,6 @@ class Pair:
         if names is None or self.keep is keep_all or phase != "buffers":
             return len(names.names) if names else 0
         return sum(self.keep(phase, name) for name in names.names)
-
-    def _keeps_all_of(self, names: Names) -> bool:
-        return self.keep is keep_all or all(self.keep(names.phase, name) for name in names.names)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Phrases about an operation and about the first difference of two sequences. Pure."""
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
@@ -138,13 +137,8 @@ def listed(nouns: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def sizes(shape: str) -> list[str]:
-    """The sizes in the text of a shape."""
-    return re.findall(r"\d+", shape)
-
-
-def aspects(a: Operation, b: Operation, *, of_ranks: bool = False) -> list[str]:
-    """Nouns for the differences of two operations besides their bits. ``of_ranks``: not for what follows from data.
+def aspects(a: Operation, b: Operation) -> list[str]:
+    """Nouns for the differences of two operations besides their bits.
 
     With other numbers of tensors their dtypes, shapes and strides are not compared.
     """
@@ -155,23 +149,21 @@ def aspects(a: Operation, b: Operation, *, of_ranks: bool = False) -> list[str]:
         tensors = (), ()
     dtypes, shapes = ([[value.kind.partition(" ")[part] for value in side] for side in tensors] for part in (0, 2))
     layouts = [[value.layout for value in side] for side in tensors]
-    dimensions = [[len(sizes(shape)) for shape in side] for side in shapes]
     found = {
         "settings": a.settings != b.settings,
         "number of tensors": is_more,
         "dtypes": dtypes[0] != dtypes[1],
         "parameters": parameters[0] != parameters[1],
-        "dimensions": of_ranks and dimensions[0] != dimensions[1],
-        "shapes": not of_ranks and shapes[0] != shapes[1],
-        "strides": not of_ranks and layouts[0] != layouts[1],
-        "random generators": not of_ranks and a.generator != b.generator,
+        "shapes": shapes[0] != shapes[1],
+        "strides": layouts[0] != layouts[1],
+        "random generators": a.generator != b.generator,
     }
     return [noun for noun, differs in found.items() if differs]
 
 
 def aspects_of(found: OperationDifference) -> list[str]:
     """The aspects of a difference in form."""
-    return aspects(found.a[0], found.b[0], of_ranks=found.has_effect is None)
+    return aspects(found.a[0], found.b[0])
 
 
 def details(found: OperationDifference, labels: Labels) -> Iterator[str]:
@@ -181,7 +173,7 @@ def details(found: OperationDifference, labels: Labels) -> Iterator[str]:
         yield _value(f"{noun} {index + 1}", a, b, labels)
     if found.kind not in ("sequence", "order"):
         yield from _arguments(found.a[0], found.b[0], labels)
-        yield from (_dtypes if found.has_effect is None else _circumstances)(found.a[0], found.b[0], labels)
+        yield from _circumstances(found.a[0], found.b[0], labels)
     for gap in found.later[:_MAX_LATER]:
         yield f"later: {_of_gap(gap, labels)}"
 
@@ -200,12 +192,6 @@ def _arguments(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
     for index, names in enumerate(zip(a.parameters, b.parameters, strict=False)):
         if names[0] != names[1]:
             yield f"input {index + 1}: {both([repr(name) if name else 'no parameter' for name in names], labels)}"
-
-
-def _dtypes(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
-    for index, (left, right) in enumerate(zip(a.inputs, b.inputs, strict=False)):
-        if left.kind.partition(" ")[0] != right.kind.partition(" ")[0]:
-            yield f"input {index + 1}: {both((left.kind, right.kind), labels)}"
 
 
 def _circumstances(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:

@@ -229,8 +229,6 @@ class _Case:
     @property
     def effect(self) -> str:
         """A sentence where no values differ, or no values were compared; otherwise empty."""
-        if self.found.has_effect is None:
-            return " Data of each rank's own explain it only where code depends on data."
         if self.found.has_effect:
             return ""
         equal = " All operations that both sides ran have equal values"
@@ -388,12 +386,6 @@ _FORM = (
         "Another tensor with equal bits is passed: {c.passed} (a copy, or a tensor kept from an earlier step). Its "
         "gradient goes elsewhere, and later writes to the parameter do not reach a copy.",
         _COPIES,
-    ),
-    Row(
-        lambda c: c.found.has_effect is None,
-        "{c.labels[0]} and {c.labels[1]} ran this operation with other {c.aspects}: another mode (train, eval), "
-        "autocast, or another configuration. Data of each rank's own explain it only where code depends on data.",
-        "compare mode, autocast and arguments of {c.here.module} on these ranks",
     ),
     Row(
         lambda c: c.found.tensors_differ,

@@ -84,11 +84,6 @@ class Operation:
         outputs = _digests(self.outputs)
         return self.is_view or (bool(outputs) and outputs <= _digests(self.inputs))
 
-    @property
-    def passes_on(self) -> bool:
-        """Whether each result has bits, shape and layout of an input."""
-        return self.keeps_bits and {*self.outputs} <= {*self.inputs}
-
 
 def with_after_backward(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """The operations of a step, with the stage ``after backward`` for the code after ``backward()``: operations outside

@@ -24,7 +24,6 @@ from legacy_ddp.debug._page.chart import Axis, Chart, Grid
 from legacy_ddp.debug._page.heatmap import parameter_chart, wait_chart
 from legacy_ddp.debug._page.line_charts import local_norm_chart, logged_charts, metric_charts, noise_scale_chart
 from legacy_ddp.debug._page.series import Series, read_series
-from legacy_ddp.debug._trace.read import Progress
 from legacy_ddp.debug._trace.records import Environment
 from legacy_ddp.debug._trace.run import Run
 
@@ -41,17 +40,17 @@ _MARK = "▶"  # besides colour, because some readers see none
 _MAX_GROUPS = 6
 
 
-def write_page(runs: Sequence[Run], output: Path, progress: Progress = lambda _: None) -> None:
+def write_page(runs: Sequence[Run], output: Path) -> None:
     """Write a self-contained page about one run or two. An earlier report at ``output`` is replaced.
 
-    Every trace file is read twice, for the comparison and for the charts; ``progress`` gets both.
+    Every trace file is read twice, for the comparison and for the charts.
 
     Raises:
         TraceError: a trace file cannot be read, ``output`` cannot be written, or ``output`` is no report.
     """
     with reserved(output) as part:
-        comparison = compare_ranks(runs[0], progress) if len(runs) == 1 else compare_runs(runs[0], runs[1], progress)
-        publish(render(runs, comparison, lines(comparison), progress), part, output)
+        comparison = compare_ranks(runs[0]) if len(runs) == 1 else compare_runs(runs[0], runs[1])
+        publish(render(runs, comparison, lines(comparison)), part, output)
 
 
 @contextmanager
@@ -99,11 +98,9 @@ def _shown(value: object) -> object:
     return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def render(
-    runs: Sequence[Run], comparison: Comparison, text: Sequence[str], progress: Progress = lambda _: None
-) -> str:
+def render(runs: Sequence[Run], comparison: Comparison, text: Sequence[str]) -> str:
     """The page about the runs and their comparison; ``text``: the lines of the comparison."""
-    series = read_series(runs, progress)
+    series = read_series(runs)
     symbol, verdict_label = _VERDICTS[comparison.verdict]
     labels = ("A", "B")[: len(runs)] if len(runs) == 2 else ("",)
     findings = [*cause_table(comparison.causes), *operation_table(comparison.operations)]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from legacy_ddp._statistics import estimate_noise, find_straggler
 from legacy_ddp.debug._page.chart import MAX_ROWS, Bins, Cells, Floats, Grid, Indices
-from legacy_ddp.debug._trace.read import Progress, RankTrace
+from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import Names, Section
 from legacy_ddp.debug._trace.run import KILLED, Run
 
@@ -323,10 +323,10 @@ class Series:
     logged: tuple[LoggedValues, ...] = ()
 
 
-def read_series(runs: Sequence[Run], progress: Progress = lambda _: None) -> Series:
+def read_series(runs: Sequence[Run]) -> Series:
     """Data of a page about one run or two. At most four files are open at a time."""
     with ExitStack() as files:
-        firsts = [files.enter_context(run.open(0, progress)) for run in runs]
+        firsts = [files.enter_context(run.open(0)) for run in runs]
         parameters = ParameterCells.over(firsts)
         reduced = [parameters.add_norms(first, shown=len(runs) == 1) for first in firsts]
         if len(runs) == 2:
@@ -339,7 +339,7 @@ def read_series(runs: Sequence[Run], progress: Progress = lambda _: None) -> Ser
         for rank in range(1, max(run.world_size for run in runs)):
             with ExitStack() as rank_files:
                 indices = [index for index, run in enumerate(runs) if rank < run.world_size]
-                others = [rank_files.enter_context(runs[index].open(rank, progress)) for index in indices]
+                others = [rank_files.enter_context(runs[index].open(rank)) for index in indices]
                 for index, other in zip(indices, others, strict=True):
                     calls[index].append(RankCalls(other))
                     logged[index].add(rank, other)

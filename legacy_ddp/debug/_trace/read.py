@@ -1,11 +1,9 @@
 """Reader of the file of one rank: its first line, one scan of all lines, then sections on demand."""
 
-import json
 import os
 import re
 import stat
 from array import array
-from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.records import (
-    FOREIGN,
     PHASES,
     CallFacts,
     DamagedLineError,
@@ -24,8 +21,8 @@ from legacy_ddp.debug._trace.records import (
     Values,
     check_version,
     decode,
-    end_reason,
-    logged_values,
+    read_numbers,
+    read_record,
     split_checked,
 )
 from legacy_ddp.debug._trace.write import Declaration, sequence_from_json
@@ -33,15 +30,9 @@ from legacy_ddp.debug._trace.write import Declaration, sequence_from_json
 _FIRST = b'{"line":"environment","format":'
 _VALUES = re.compile(rb'\{"line":"values","step":(\d{1,18}),"phase":"(\w{1,20})","names":(\d{1,18}),"words":')
 _CALL = re.compile(rb'\{"line":"call","step":(\d{1,18}),')
-_OPERATIONS = re.compile(
-    rb'\{"line":"operations","step":(\d{1,18}),"micro_batch":(\d{1,18}),"numbers":\[(\d+(?:,\d+)*)\],"digests":"'
-)
-_LOG = re.compile(rb'\{"line":"log","step":(\d{1,18}),')
 _ALL_FINITE = b',"nonfinite":[]'
 _COLUMNS = (*PHASES, "call")
 _ABSENT = -1
-
-Progress = Callable[[int], object]
 
 
 class RankTrace:
@@ -61,7 +52,7 @@ class RankTrace:
         TraceError: the file cannot be read, or is no trace of this version.
     """
 
-    def __init__(self, path: Path, progress: Progress = lambda _: None, until: int | None = None) -> None:
+    def __init__(self, path: Path, until: int | None = None) -> None:
         self.path = path
         self.nonfinite: tuple[int, str] | None = None
         self.damage = ""
@@ -70,7 +61,6 @@ class RankTrace:
         self.steps = array("q")
         self.logged: dict[int, dict[str, float | str]] = {}
         self.operation_counts: dict[int, int] = {}
-        self.micro_batches: dict[int, int] = {}
         self._names: dict[int, tuple[Names, bytes]] = {}
         self._declared: list[Declaration] = []
         self._operations: dict[int, list[int]] = {}  # offsets of lines by step
@@ -82,7 +72,7 @@ class RankTrace:
         try:
             self.environment, first_bytes = first_line(path, self._file)
             self.size_bytes = os.fstat(self._file.fileno()).st_size
-            self._scan(first_bytes, progress, until)
+            self._scan(first_bytes, until)
         except BaseException as error:
             self._file.close()
             if isinstance(error, OSError):
@@ -117,30 +107,10 @@ class RankTrace:
         """The state in one phase of a step; None for a missing section.
 
         Raises:
-            TraceError: the line has contents that no recorder writes.
+            TraceError: the line has changed since it was scanned.
         """
-        values = self._decoded(step, phase)
-        if values is None:
-            return None
-        names = self._parsed(self._names_of, values, phase)
-        return Section(names, self._parsed(Values.from_json, values, len(names.names)))
-
-    def words(self, step: int, phase: str) -> list[Any]:
-        """The ``words`` of a section, in a fraction of the time of :meth:`section`.
-
-        Raises:
-            TraceError: as :meth:`section`.
-        """
-        line = self._line(step, phase) or b""
-        found, end = _VALUES.match(line), line.rfind(b',"norms":')
-        names = self.names(step, phase)
-        try:
-            words = json.loads(line[found.end() : end]) if found else None
-        except (ValueError, RecursionError):
-            words = None
-        if names is None or not isinstance(words, list) or len(words) != len(names.names):
-            raise TraceError(f"{self.path}: a line of step {step} {FOREIGN}: key 'words' has not one entry per name")
-        return words
+        names, values = self.names(step, phase), self._decoded(step, phase)
+        return None if names is None or values is None else Section(names, Values.from_json(values))
 
     def call(self, step: int) -> CallFacts | None:
         """The facts about the call of a step; None for a missing line.
@@ -149,7 +119,7 @@ class RankTrace:
             TraceError: as :meth:`section`.
         """
         values = self._decoded(step, "call")
-        return None if values is None else self._parsed(CallFacts.from_json, values)
+        return None if values is None else CallFacts.from_json(values)
 
     def operations(self, step: int) -> tuple[Operation, ...]:
         """The operations of forward and backward of a step, in order; empty for a step without operations.
@@ -159,8 +129,7 @@ class RankTrace:
         """
         found: list[Operation] = []
         for offset in self._operations.get(step, ()):
-            values = self._decoded_at(step, offset)
-            found += self._parsed(sequence_from_json, values, self._declared, len(found))
+            found += sequence_from_json(self._decoded_at(step, offset), self._declared, len(found))
         return tuple(found)
 
     def _row(self, step: int, column: str) -> int | None:
@@ -178,10 +147,6 @@ class RankTrace:
         except DamagedLineError as error:
             raise TraceError(f"{self.path}: a line of step {step} cannot be read: {error}") from error
 
-    def _line(self, step: int, column: str) -> bytes | None:
-        row = self._row(step, column)
-        return None if row is None else self._line_at(self._offsets[column][row])
-
     def _line_at(self, offset: int) -> bytes:
         try:
             self._file.seek(offset)
@@ -189,34 +154,19 @@ class RankTrace:
         except OSError as error:
             raise TraceError(unreadable(self.path, error)) from error
 
-    def _names_of(self, values: dict[str, Any], phase: str) -> Names:
-        # JSON takes the last of two equal keys; the scan took the first.
-        number = values["names"]
-        if type(number) is not int or number not in self._names or self._names[number][0].phase != phase:
-            raise TraceError(f"{FOREIGN}: key 'names' is not a number declared for that phase")
-        return self._names[number][0]
-
-    def _parsed(self, parse: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return parse(*args)
-        except TraceError as error:
-            raise TraceError(f"{self.path}: a line {error}") from error
-
-    def _scan(self, offset: int, progress: Progress, until: int | None) -> None:
+    def _scan(self, offset: int, until: int | None) -> None:
         """Add every line from ``offset`` on, up to the first damaged line, or to the first step after ``until``."""
-        progress(offset)
         for number, line in enumerate(self._file, start=2):
             try:
                 body, at = split_checked(line)
                 if at != number:
                     raise DamagedLineError(f"it was written as line {at}")
                 self._add_line(line, body, offset)
-            except TraceError as error:
+            except DamagedLineError as error:
                 self.torn = not line.endswith(b"\n")
                 self.damage = "" if self.torn else f"line {number}: {error}"
                 return
             offset += len(line)
-            progress(len(line))
             if until is not None and self.steps and self.steps[-1] > until:
                 return
 
@@ -227,52 +177,35 @@ class RankTrace:
             self._add_values(found, body, offset)
         elif found := _CALL.match(body):
             self._add_column(int(found[1]), "call", offset)
-        elif found := _OPERATIONS.match(body):
-            self._add_operations(int(found[1]), int(found[2]), found[3].count(b",") + 1, offset)
-        elif found := _LOG.match(body):
-            self._add_logged(int(found[1]), decode(line))
         else:
-            self._add_rare_line(decode(line), body)
+            self._add_rare_line(decode(line), body, offset)
 
     def _add_values(self, found: re.Match[bytes], body: bytes, offset: int) -> None:
         step, phase, number = int(found[1]), found[2].decode(), int(found[3])
-        norms = body.rfind(b',"norms":')
-        if phase not in PHASES or number not in self._names or norms < 0 or self._names[number][0].phase != phase:
-            raise DamagedLineError(f"it {FOREIGN}")
         row = self._add_column(step, phase, offset)
-        self._digests[phase][row] = _digest(self._names[number][1] + body[found.end() : norms])
+        self._digests[phase][row] = _digest(self._names[number][1] + body[found.end() : body.rfind(b',"norms":')])
         self._numbers[phase][row] = number
         if self.nonfinite is None and not body.endswith(_ALL_FINITE):
             self.nonfinite = step, phase
 
-    def _add_rare_line(self, values: dict[str, Any], body: bytes) -> None:
-        if values.get("line") == "names":
-            number, names = Names.from_json(values)
-            if number != len(self._names):
-                raise DamagedLineError("its number is not the next one")
-            contents = body.partition(b',"phase":')[
-                2
-            ]  # without the number: equal names give equal digests in all files
-            self._names[number] = names, blake2b(contents, digest_size=8).digest()
-        elif values.get("line") == "operation":
-            number, declaration = Declaration.from_json(values)
-            if number != len(self._declared):
-                raise DamagedLineError("its number is not the next one")
-            self._declared.append(declaration)
-        elif values.get("line") == "end":
-            self.end = end_reason(values)
+    def _add_rare_line(self, values: dict[str, Any], body: bytes, offset: int) -> None:
+        kind, step = values["line"], values.get("step", 0)
+        if kind == "names":
+            contents = body.partition(b',"phase":')[2]  # equal in all files, unlike the number
+            self._names[values["number"]] = read_record(Names, values), blake2b(contents, digest_size=8).digest()
+        elif kind == "operation":
+            self._declared.append(Declaration.from_json(values))
+        elif kind == "operations":
+            self._add_row(step)
+            self._operations.setdefault(step, []).append(offset)
+            self.operation_counts[step] = self.operation_counts.get(step, 0) + len(values["numbers"])
+        elif kind == "log":
+            self._add_row(step)
+            self.logged.setdefault(step, {}).update(read_numbers(values["values"]))
+        elif kind == "end":
+            self.end = values["reason"]
         else:
             raise DamagedLineError("it is of a kind that no recorder writes")
-
-    def _add_operations(self, step: int, micro_batch: int, count: int, offset: int) -> None:
-        self._add_row(step)
-        self._operations.setdefault(step, []).append(offset)
-        self.operation_counts[step] = self.operation_counts.get(step, 0) + count
-        self.micro_batches[step] = max(micro_batch, self.micro_batches.get(step, 0))
-
-    def _add_logged(self, step: int, values: Mapping[str, Any]) -> None:
-        self._add_row(step)
-        self.logged.setdefault(step, {}).update(logged_values(values))
 
     def _add_column(self, step: int, column: str, offset: int) -> int:
         """The index of the step in the arrays, after storing the offset of its line."""
@@ -340,7 +273,7 @@ def first_line(path: Path, file: BufferedReader) -> tuple[Environment, int]:
     try:
         values = decode(line)
         check_version(values)
-        return Environment.from_json(values), len(line)
+        return read_record(Environment, values), len(line)
     except DamagedLineError as error:
         raise TraceError(f"{path}: line 1 is damaged: {error}") from error
     except TraceError as error:

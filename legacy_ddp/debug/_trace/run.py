@@ -8,7 +8,7 @@ from pathlib import Path
 
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._trace.read import Progress, RankTrace, first_line, open_trace
+from legacy_ddp.debug._trace.read import RankTrace, first_line, open_trace
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES, RANK_FILE, Environment
 
 _RANK_FILE = re.compile(r"rank-([0-9]{5,})\.jsonl")
@@ -46,13 +46,13 @@ class Run:
         """The file of every rank."""
         return tuple(self.folder / RANK_FILE.format(rank) for rank in range(self.world_size))
 
-    def open(self, rank: int, progress: Progress = lambda _: None, until: int | None = None) -> RankTrace:
-        """Read the trace file of one rank, up to step ``until`` if given. ``progress`` gets the number of bytes read.
+    def open(self, rank: int, until: int | None = None) -> RankTrace:
+        """Read the trace file of one rank, up to step ``until`` if given.
 
         Raises:
             TraceError: the file cannot be read.
         """
-        return RankTrace(self.paths[rank], progress, until)
+        return RankTrace(self.paths[rank], until)
 
 
 def open_run(folder: Path) -> Run:

@@ -11,7 +11,7 @@ from typing import Any
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, compare_rows, name_ranks
 from legacy_ddp._statistics import PARTS, LateRank, StepTimes, find_late_rank
 from legacy_ddp._text import format_bytes, plain, shorten, wrap
-from legacy_ddp.debug._trace.read import Progress, RankTrace
+from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import PHASE_LABELS
 from legacy_ddp.debug._trace.run import Run, RunCoverage, span, spans
 
@@ -99,7 +99,7 @@ class Summary:
         return {"format": JSON_FORMAT, "version": JSON_VERSION, **asdict(self)}
 
 
-def summarise(run: Run, progress: Progress = lambda _: None) -> Summary:
+def summarise(run: Run) -> Summary:
     """The summary of a run. Scans the files one at a time.
 
     Raises:
@@ -107,7 +107,7 @@ def summarise(run: Run, progress: Progress = lambda _: None) -> Summary:
     """
     found = _Findings()
     for rank in range(run.world_size):
-        with run.open(rank, progress) as trace:
+        with run.open(rank) as trace:
             found.add(rank, trace)
     facts, differing = _facts(run)
     environment = run.environments[0]

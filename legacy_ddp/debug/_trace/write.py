@@ -6,16 +6,14 @@ of the declarations, and the digests.
 
 import errno
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._operations.operation import Operation, Stage, Value
-from legacy_ddp.debug._trace import records
 from legacy_ddp.debug._trace.records import (
     RANK_FILE,
     CallFacts,
@@ -25,16 +23,10 @@ from legacy_ddp.debug._trace.records import (
     encode,
     end_to_json,
     log_to_json,
+    read_record,
 )
 
 _DIGITS = 16
-_DIGESTS = re.compile(r"[0-9a-f]*")
-
-
-def _as_stage(value: Any) -> Stage:
-    if value not in ("forward", "backward"):
-        raise ValueError
-    return value  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class Declaration:
     """
 
     name: str
-    stage: Annotated[Stage, _as_stage]
+    stage: Stage
     module: str
     parameters: tuple[str, ...]
     inputs: tuple[tuple[str, str], ...]
@@ -59,21 +51,11 @@ class Declaration:
         return {"line": "operation", "number": number, **vars(self)}
 
     @staticmethod
-    def from_json(values: Mapping[str, Any]) -> tuple[int, "Declaration"]:
-        found = Declaration(**records.read_fields(Declaration, values))
-        if len(found.digested) != len(found.inputs) + len(found.outputs):
-            raise TraceError(f"{records.FOREIGN}: key 'digested' has not one entry per tensor")
-        if len(found.parameters) != len(found.inputs):
-            raise TraceError(f"{records.FOREIGN}: key 'parameters' has not one entry per input")
-        return records.read_field(values, "number", records.as_count), found
-
-    @property
-    def count(self) -> int:
-        """The number of digests of one such operation."""
-        return sum(self.digested) + self.is_random
+    def from_json(values: Mapping[str, Any]) -> "Declaration":
+        return read_record(Declaration, values)
 
     def with_digests(self, digests: Iterator[str], micro_batch: int, number: int) -> Operation:
-        """The operation with the next :attr:`count` of ``digests``."""
+        """The operation with the next of ``digests``."""
         found = [next(digests) if is_digested else None for is_digested in self.digested]
         values = [Value(*item, digest) for item, digest in zip((*self.inputs, *self.outputs), found, strict=True)]
         return Operation(
@@ -111,35 +93,19 @@ def digests_of(operation: Operation) -> str:
     return "".join([value.digest or "" for value in values]) + operation.generator
 
 
-def by_micro_batch(operations: Sequence[Operation]) -> Iterator[tuple[int, list[Operation]]]:
-    """The operations of each micro-batch, in order."""
-    for micro_batch, found in groupby(operations, key=lambda operation: operation.micro_batch):
-        yield micro_batch, list(found)
-
-
 def sequence_to_json(step: int, micro_batch: int, numbers: Sequence[int], digests: str) -> dict[str, Any]:
     # The order of keys is part of the format: a reader counts operations without parsing the line.
     return {"line": "operations", "step": step, "micro_batch": micro_batch, "numbers": numbers, "digests": digests}
 
 
 def sequence_from_json(values: Mapping[str, Any], declared: Sequence[Declaration], before: int = 0) -> list[Operation]:
-    """The operations of one line. ``before``: the number of operations of the step in earlier lines.
-
-    Raises:
-        TraceError: the line has contents that no recorder writes.
-    """
-    numbers = records.read_field(values, "numbers", records.sequence_of(records.count_below(len(declared))))
-    micro_batch = records.read_field(values, "micro_batch", records.as_count)
-    digests = records.read_field(values, "digests", records.as_text)
-    held = [declared[number] for number in numbers]
-    if len(digests) != _DIGITS * sum(item.count for item in held) or not _DIGESTS.fullmatch(digests):
-        raise TraceError(f"{records.FOREIGN}: key 'digests' has not {_DIGITS} hexadecimal digits per tensor")
-    words = _words(digests)
-    return [item.with_digests(words, micro_batch, number) for number, item in enumerate(held, start=before + 1)]
-
-
-def _words(digests: str) -> Iterator[str]:
-    return (digests[start : start + _DIGITS] for start in range(0, len(digests), _DIGITS))
+    """The operations of one line. ``before``: the number of operations of the step in earlier lines."""
+    digests = values["digests"]
+    words = (digests[start : start + _DIGITS] for start in range(0, len(digests), _DIGITS))
+    held = [declared[number] for number in values["numbers"]]
+    return [
+        item.with_digests(words, values["micro_batch"], number) for number, item in enumerate(held, start=before + 1)
+    ]
 
 
 class Writer:
@@ -197,7 +163,8 @@ class Writer:
 
     def operations(self, step: int, operations: Sequence[Operation]) -> None:
         """Add the operations of a step."""
-        for micro_batch, found in by_micro_batch(operations):
+        for micro_batch, group in groupby(operations, key=lambda operation: operation.micro_batch):
+            found = list(group)
             numbers = [self._declare(declaration_of(operation)) for operation in found]
             self._add(sequence_to_json(step, micro_batch, numbers, "".join(map(digests_of, found))))
 

@@ -1,8 +1,6 @@
-"""The step and the ranks with compared operations, between two runs and between the ranks of one."""
+"""The step and the ranks with compared operations of two runs."""
 
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,7 @@ import pytest
 
 from tests.helpers.command import compare
 from tests.helpers.operations import Operation, operation
-from tests.helpers.tiers import thorough
-from tests.helpers.traces import NAMES, call_facts, environment, write_trace
+from tests.helpers.traces import NAMES, call_facts, write_trace
 
 GRADIENT = NAMES["local_gradients"][0]
 Recorded = Callable[[int, int], Sequence[Operation]]
@@ -37,10 +34,6 @@ def of_steps(*steps: int, **changes: Any) -> Recorded:
 def between_runs(folder: Path, a: Recorded, b: Recorded, planted: dict[Any, Any] | None = None) -> Any:
     one = write_trace(folder / "a", operations=a)
     return compare(one, write_trace(folder / "b", operations=b, planted=planted))
-
-
-def between_ranks(folder: Path, recorded: Recorded, **changes: Any) -> Any:
-    return compare(write_trace(folder / "trace", operations=recorded, **changes))
 
 
 def differing(step: int, rank: int, phase: str = "local_gradients") -> dict[Any, Any]:
@@ -169,12 +162,10 @@ def test_other_data_of_the_forward_pass_are_no_unknown_source(tmp_path: Path, is
 
 def test_the_headline_of_equal_tensors_says_that_operations_differ(tmp_path: Path) -> None:
     runs = between_runs(tmp_path, of_steps(2), of_steps(2, wrong=1))
-    ranks = between_ranks(tmp_path, lambda _, rank: sequence(rank, extra=rank == 1))
     equal = between_runs(tmp_path / "equal", of_steps(2), of_steps(2))
 
-    for comparison in (runs, ranks):
-        assert comparison.verdict == "same"
-        assert comparison.headline.endswith("bit for bit; operations differ, see below")
+    assert runs.verdict == "same"
+    assert runs.headline.endswith("bit for bit; operations differ, see below")
     assert equal.headline.endswith("bit for bit")
 
 
@@ -203,171 +194,15 @@ def test_operations_without_a_common_step_are_told(
     assert comparison.notes == (f"operations: recorded {text}: not compared",)
 
 
-@pytest.mark.parametrize(
-    "world_size, guilty, labels", [(3, 0, ("ranks 1-2", "rank 0")), (4, 2, ("ranks 0-1, 3", "rank 2"))]
-)
-def test_a_majority_of_ranks_stands_first(
-    tmp_path: Path, world_size: int, guilty: int, labels: tuple[str, str]
-) -> None:
-    found = between_ranks(
-        tmp_path, lambda step, rank: sequence(rank, extra=rank == guilty) if step == 2 else (), world_size=world_size
-    ).operations
-
-    assert found is not None
-    assert (found.kind, found.labels, found.ranks, found.counts) == ("sequence", labels, (guilty,), (4, 5))
-
-
-def test_two_ranks_have_no_majority(tmp_path: Path) -> None:
-    found = between_ranks(tmp_path, lambda _, rank: sequence(rank, extra=rank == 1)).operations
-
-    assert found is not None
-    assert (found.step, found.labels, found.ranks) == (1, ("rank 0", "rank 1"), (0, 1))
-
-
-def test_another_weight_of_one_rank_is_named_and_other_data_are_not(tmp_path: Path) -> None:
-    found = between_ranks(
-        tmp_path, lambda _, rank: sequence(rank, weight=("c" if rank == 1 else "b") * 16), world_size=3
-    ).operations
-
-    assert found is not None
-    assert (found.kind, found.module, found.ranks) == ("input", "m0", (1,))
-    assert found.summary == "forward of m0 (aten::mul): all operations before agree, 'a' differs"
-    assert [row.result for row in found.rows] == ["weights differ"] * 4
-
-
-def test_a_parameter_that_is_ignored_may_differ_between_ranks(tmp_path: Path) -> None:
-    comparison = between_ranks(
-        tmp_path,
-        lambda _, rank: sequence(rank, weight=("c" if rank == 1 else "b") * 16),
-        environments=lambda rank, size: environment(rank, size, parameters=("b",)),
-    )
-
-    assert comparison.operations is None
-
-
-def test_many_ranks_with_operations_of_their_own(tmp_path: Path) -> None:
-    def own(step: int, rank: int) -> list[Operation]:
-        more = [operation("neg", [], [f"{6000 + 100 * rank + index:016x}"]) for index in range(rank)]
-        return [*sequence(rank), *more] if step == 2 else []
-
-    comparison = between_ranks(tmp_path, own, world_size=7)
-
-    assert comparison.operations is not None
-    assert comparison.operations.labels == ("rank 0", "rank 1")
-    assert comparison.operations.ranks == tuple(range(7))
-
-
-def logged(operations: Sequence[Operation]) -> list[Operation]:
-    """The operations with a number read for a log after the second."""
-    return [*operations[:2], operation("_local_scalar_dense", ["a" * 16]), *operations[2:]]
-
-
-def test_a_log_on_one_rank_is_a_note_and_no_difference(tmp_path: Path) -> None:
-    comparison = between_ranks(tmp_path, lambda _, rank: logged(sequence(0)) if rank == 0 else sequence(1))
-
-    assert comparison.operations is None
-    assert comparison.headline.endswith("bit for bit")
-    assert comparison.notes[-1] == (
-        "operations without influence, first in step 1, against rank 1: 1 operation only on rank 0: forward outside of "
-        "submodules (aten::_local_scalar_dense)"
-    )
-
-
-@pytest.mark.parametrize("world_size", [3, thorough(4)])
-def test_a_log_on_the_first_rank_does_not_hide_the_rank_with_a_fault(tmp_path: Path, world_size: int) -> None:
-    def recorded(_: int, rank: int) -> list[Operation]:
-        return logged(sequence(0)) if rank == 0 else sequence(rank, extra=rank == world_size - 1)
-
-    comparison = between_ranks(tmp_path, recorded, world_size=world_size)
-
-    assert comparison.operations is not None
-    assert (comparison.operations.ranks, comparison.operations.module) == ((world_size - 1,), "m4")
-    assert comparison.operations.counts == (4, 5)
-    assert {row.result for row in comparison.operations.rows} == {"agrees", f"only on rank {world_size - 1}"}
-    assert [note for note in comparison.notes if "only on rank 0" in note]
-
-
-@pytest.mark.parametrize("first, second", [(0, 2), (2, 0), (1, 2)])
-def test_every_rank_with_a_difference_of_its_own_is_named(tmp_path: Path, first: int, second: int) -> None:
-    def recorded(_: int, rank: int) -> list[Operation]:
-        found = sequence(rank)
-        own = [operation("neg", ["a" * 16], [f"{5000 + rank:016x}"], module=f"own{rank}")]
-        return [*found[:1], *own, *found[1:]] if rank == first else [*found, *own] if rank == second else found
-
-    comparison = between_ranks(tmp_path, recorded, world_size=3)
-
-    assert comparison.operations is not None
-    told = [comparison.operations.summary, *comparison.notes]
-    assert [text for text in told if f"1 operation only on rank {first}: forward of own{first} (aten::neg)" in text]
-    assert [text for text in told if f"1 operation only on rank {second}: forward of own{second} (aten::neg)" in text]
-
-
-def test_ranks_are_compared_up_to_the_first_different_step(tmp_path: Path) -> None:
-    comparison = between_ranks(
-        tmp_path,
-        lambda step, rank: sequence(rank, extra=step == 4 and rank == 1) if step in (2, 4) else (),
-        planted=differing(3, 1, "parameters"),
-    )
-
-    assert (comparison.verdict, comparison.operations) == ("different", None)
-    assert comparison.notes == (
-        "operations of step 2 agree between ranks, as far as data leave them equal; other data hide the rest, as a "
-        "constant in the loss: legacy_ddp.debug.cross_check() compares it",
-    )
-
-
-def test_a_step_that_not_all_ranks_recorded_is_left_out(tmp_path: Path) -> None:
-    comparison = between_ranks(tmp_path, lambda step, rank: sequence(rank) if step == 2 + rank else ())
-
-    assert comparison.operations is None
-    assert comparison.notes == (
-        "operations of step 3 are missing on rank 0",
-        "operations of step 2 are missing on rank 1",
-    )
-
-
-def test_uneven_micro_batches_of_ranks_are_a_note_and_no_difference(tmp_path: Path) -> None:
-    def uneven(step: int, rank: int) -> list[Operation]:
-        first = sequence(rank)
-        more = [replace(item, micro_batch=number) for number in range(2, 3 + rank) for item in first]
-        return [*first, *more] if step == 2 else []
-
-    comparison = between_ranks(tmp_path, uneven)
-
-    assert (comparison.verdict, comparison.operations) == ("same", None)
-    assert comparison.notes[-1] == (
-        "ranks took other numbers of micro-batches, first in step 2: 2 on rank 0, 3 on rank 1; only operations of "
-        "common micro-batches were compared"
-    )
-
-
-def test_files_are_not_read_again_for_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(step: int, rank: int) -> list[Operation]:
-        more = [replace(item, micro_batch=2) for item in sequence(rank)] if rank == step % 2 else []
-        return [*sequence(rank, extra=step == 5 and rank == 1), *more]
-
-    folder = write_trace(tmp_path, operations=taken)
-    opened = []
-    opens = os.open
-    monkeypatch.setattr(os, "open", lambda *given, **options: opened.append(given[0]) or opens(*given, **options))
-
-    comparison = compare(folder)
-
-    assert comparison.operations is not None
-    assert comparison.operations.step == 5
-    # The first lines; all ranks; each rank beside the fullest of its steps; all ranks in the different step.
-    assert 2 + 2 <= sum(str(path).endswith(".jsonl") for path in opened) <= 2 + 2 + 2 * 2 + 2
-
-
 def test_a_note_names_the_rank_without_operations(tmp_path: Path) -> None:
     def on_rank_0(step: int, rank: int) -> Sequence[Operation]:
         return of_steps(2)(step, rank) if rank == 0 else ()
 
     of_runs = between_runs(tmp_path, of_steps(2), on_rank_0)
-    of_ranks = between_ranks(tmp_path, on_rank_0)
+    of_ranks = compare(tmp_path / "b")
 
     assert of_runs.notes == ("B: operations of step 2 are missing on rank 1", "operations of step 2 agree")
-    assert of_ranks.notes == ("operations of step 2 are missing on rank 1",)
+    assert of_ranks.notes[0] == "operations of step 2 are missing on rank 1"
 
 
 @pytest.mark.parametrize("of_a, of_b", [((2,), (2,)), ((2,), ()), ((), (2,))])
@@ -381,3 +216,11 @@ def test_runs_of_other_world_sizes_say_that_operations_were_not_compared(
 
     assert comparison.operations is None
     assert comparison.notes[0] == "world sizes 2 and 3: local gradients, inputs and operations were not compared"
+
+
+def test_the_operations_of_the_ranks_of_one_run_are_not_compared_and_a_note_says_what_does(tmp_path: Path) -> None:
+    comparison = compare(write_trace(tmp_path / "trace", operations=lambda _, rank: sequence(rank, extra=rank == 1)))
+
+    assert (comparison.verdict, comparison.operations) == ("same", None)
+    (note,) = comparison.notes
+    assert "cross_check() lets every rank compute the same batch" in note

@@ -1,26 +1,18 @@
 """The first different operation as a record with the rows around it, and its text."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._text import WIDTH
 from legacy_ddp.debug._diff import text as operation_text
-from legacy_ddp.debug._diff.operations import (
-    RankOperations,
-    finding,
-    judge_values,
-)
+from legacy_ddp.debug._diff.operations import finding, judge_values
 from legacy_ddp.debug._diff.result import OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
-from tests.helpers.command import compare
 from tests.helpers.operations import numbered, operation
-from tests.helpers.traces import write_trace
 
 
 def found_in(a: Sequence[Operation], b: Sequence[Operation], **changes: Any) -> OperationFinding:
@@ -55,14 +47,3 @@ def test_the_text_keeps_to_the_page_whatever_the_names(module: str, settings: st
     b = [operation("mul", ["x"], ["z"], module=module, settings=settings + "!")]
 
     assert all(len(line) <= WIDTH for line in operation_text.operation_lines(found_in(a, b)))
-
-
-def test_a_rank_that_agrees_with_two_different_ranks_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankOperations, "_is_same", lambda *_: True)
-    product = operation("mul", ["0a" * 8], ["0b" * 8])
-    recorded = [product], [product, operation("neg", ["0b" * 8], ["0c" * 8])]
-
-    comparison = compare(write_trace(tmp_path, operations=lambda _, rank: recorded[rank]))
-
-    assert comparison.operations is None
-    assert "operations of step 1 differ between two ranks, and a third agrees with both" in comparison.notes

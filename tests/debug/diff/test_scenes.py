@@ -225,7 +225,6 @@ ONE_RUN: dict[str, Given] = {
     "ended by an error": {"end": "ReplicaDivergenceError"},
     "only the start": {"steps": 0},
     "operations": with_operations(WRONG),
-    "an operation of other ranks alone": {"world_size": 3, **with_operations([*STEP[:5], *STEP[6:]])},
 }
 # Name: the run, and what happens to its files.
 DAMAGED: dict[str, Callable[[Path], object]] = {

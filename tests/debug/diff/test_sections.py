@@ -86,6 +86,6 @@ def test_the_names_of_a_location_are_those_of_all_ranks() -> None:
     for rank, names in ((0, ("a", "b")), (1, ("b", "a", "c")), (2, ("a", "c"))):
         locations.add((4, 0), rank, ["a"], names)
 
-    (location,), more = merge(locations.masks, [4])
+    (location,), more = merge(locations.found, [4])
 
     assert (location.ranks, location.differing, location.total, more) == ((0, 1, 2), 1, 3, 0)

@@ -11,7 +11,6 @@ from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import details, place, summary
 from legacy_ddp.debug._operations.explain import Explanation, explain
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._operations.structure import Structure
 from tests.helpers.operations import changed, model, numbered, operation, rewritten, value
 
 STEP = model()
@@ -219,18 +218,11 @@ def test_an_operation_without_effect_is_told_as_such() -> None:
     assert told_about.meaning.endswith("All operations that both sides ran have equal values.")
 
 
-def test_another_form_of_two_runs_and_of_two_ranks() -> None:
-    other = changed(STEP, 4, settings="training=False")
-    between_ranks = Structure(STEP, other, lambda _: True).difference
+def test_another_form_is_told_as_other_settings() -> None:
+    text, told_about = told(changed(STEP, 4, settings="training=False"))
 
-    text, told_about = told(other)
-
-    assert between_ranks is not None
-    assert text == summary(between_ranks, SIDES) == "forward of 1 (aten::mm): settings differ"
+    assert text == "forward of 1 (aten::mm): settings differ"
     assert told_about.meaning.startswith("No value differs.")
-    assert explain(between_ranks, ("ranks 0, 2", "rank 1")).meaning.startswith(
-        "ranks 0, 2 and rank 1 ran this operation with other settings: another mode (train, eval)"
-    )
 
 
 def test_up_to_three_operations_of_one_side_alone_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Faults planted on one rank, found in traces: between two runs, and between the ranks of one run."""
+"""Faults planted on one rank, found in the traces of two runs."""
 
 from functools import partial
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +13,6 @@ from tests.helpers import operation_faults as faults
 from tests.helpers.command import compare
 from tests.helpers.operation_faults import FAULTY_RANK, STEP
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiers import thorough
 
 
 def _train_both(rank: int, folder: Path, others: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -30,10 +28,6 @@ def _runs(folder: Path, world_size: int = 2, others: dict[str, Any] | None = Non
 
 def _between_runs(folder: Path) -> Any:
     return compare(folder / "a", folder / "b")
-
-
-def _between_ranks(folder: Path) -> Any:
-    return compare(folder / "b")
 
 
 def _found(comparison: Any, step: int = STEP) -> Any:
@@ -65,16 +59,6 @@ def test_a_kernel_that_flips_a_bit_in_the_backward_pass_is_named(tmp_path: Path)
     assert _place(found) == ("output", "backward", "body.0", "planted::product", (FAULTY_RANK,))
 
 
-def test_a_flipped_bit_is_no_difference_between_ranks_with_data_of_their_own(tmp_path: Path) -> None:
-    comparison = _between_ranks(_runs(tmp_path, fault=faults.flip_always))
-
-    assert (comparison.verdict, comparison.operations) == ("same", None)
-    assert any(
-        note.startswith("operations of step 2 agree between ranks, as far as data leave them equal")
-        for note in comparison.notes
-    )
-
-
 def test_another_number_of_threads_is_another_kernel(tmp_path: Path) -> None:
     others = {"make": faults.WideSum, "operations": range(1, 2)}
 
@@ -84,29 +68,19 @@ def test_another_number_of_threads_is_another_kernel(tmp_path: Path) -> None:
     assert found.meaning == "Other kernel, or another order of its sums: threads 1 in A, 2 in B."
 
 
-@pytest.mark.parametrize("world_size", [thorough(2), 3])
-def test_autocast_on_one_rank_is_named_between_runs_and_between_ranks(tmp_path: Path, world_size: int) -> None:
-    folder = _runs(tmp_path, world_size, fault=faults.autocast)
-    runs, ranks = _found(_between_runs(folder)), _found(_between_ranks(folder))
+def test_autocast_is_named(tmp_path: Path) -> None:
+    found = _found(_between_runs(_runs(tmp_path, fault=faults.autocast)))
 
-    assert _place(runs) == ("sequence", "forward", "first", "aten::_to_copy", (FAULTY_RANK,))
-    assert runs.meaning == "Other dtype: a cast to bfloat16 only in B (autocast, or a cast in the code)."
-    assert (ranks.kind, ranks.module, ranks.name) == ("sequence", "first", "aten::_to_copy")
-    assert ranks.meaning.startswith("Other dtype: a cast to bfloat16 only on rank 1")
-    assert ranks.labels == (("rank 0", "rank 1") if world_size == 2 else ("ranks 0, 2", "rank 1"))
-    assert ranks.ranks == ((0, 1) if world_size == 2 else (1,))
+    assert _place(found) == ("sequence", "forward", "first", "aten::_to_copy", (FAULTY_RANK,))
+    assert found.meaning == "Other dtype: a cast to bfloat16 only in B (autocast, or a cast in the code)."
 
 
-def test_a_module_in_eval_mode_on_one_rank_is_named_between_runs_and_between_ranks(tmp_path: Path) -> None:
-    folder = _runs(tmp_path, 3, fault=faults.eval_mode)
-    runs, ranks = _found(_between_runs(folder)), _found(_between_ranks(folder))
+def test_a_module_in_eval_mode_is_named(tmp_path: Path) -> None:
+    found = _found(_between_runs(_runs(tmp_path, fault=faults.eval_mode)))
 
-    for found in (runs, ranks):
-        assert (found.kind, found.stage, found.module) == ("sequence", "forward", "body.2")
-        assert "eval()" in found.next_step
-    assert runs.meaning.startswith("Random numbers are drawn only in A (aten::bernoulli_.float)")
-    assert ranks.meaning.startswith("Random numbers are drawn only on ranks 0, 2")
-    assert _between_ranks(folder).verdict == "same"  # the ranks hold equal weights
+    assert (found.kind, found.stage, found.module) == ("sequence", "forward", "body.2")
+    assert "eval()" in found.next_step
+    assert found.meaning.startswith("Random numbers are drawn only in A (aten::bernoulli_.float)")
 
 
 def test_dropout_with_another_seed_is_a_generator_at_another_place(tmp_path: Path) -> None:
@@ -116,14 +90,11 @@ def test_dropout_with_another_seed_is_a_generator_at_another_place(tmp_path: Pat
     assert found.meaning.startswith("Random generator at another place: another seed")
 
 
-def test_a_stale_buffer_is_named_between_runs_and_between_ranks(tmp_path: Path) -> None:
-    folder = _runs(tmp_path, fault=faults.stale_buffer)
-    runs, ranks = _found(_between_runs(folder)), _found(_between_ranks(folder))
+def test_a_stale_buffer_is_named(tmp_path: Path) -> None:
+    found = _found(_between_runs(_runs(tmp_path, fault=faults.stale_buffer)))
 
-    assert _place(runs) == ("input", "forward", "scale", "aten::mul.Tensor", (FAULTY_RANK,))
-    assert runs.meaning.startswith("Another tensor is passed: 'scale.factor' in A, no parameter in B")
-    assert (ranks.kind, ranks.module) == ("form", "scale")
-    assert "'scale.factor'" in " ".join(ranks.details)
+    assert _place(found) == ("input", "forward", "scale", "aten::mul.Tensor", (FAULTY_RANK,))
+    assert found.meaning.startswith("Another tensor is passed: 'scale.factor' in A, no parameter in B")
 
 
 def test_a_write_of_another_thread_to_an_activation_is_named_by_its_neighbours(tmp_path: Path) -> None:
@@ -133,27 +104,18 @@ def test_a_write_of_another_thread_to_an_activation_is_named_by_its_neighbours(t
     assert "has changed since in B, which no recorded operation did (a second thread" in found.meaning
 
 
-def test_a_write_of_another_thread_to_a_weight_is_named_between_runs_and_between_ranks(tmp_path: Path) -> None:
-    folder = _runs(tmp_path, fault=faults.write_to_weight)
-    runs, ranks = _found(_between_runs(folder)), _found(_between_ranks(folder))
+def test_a_write_of_another_thread_to_a_weight_is_named(tmp_path: Path) -> None:
+    found = _found(_between_runs(_runs(tmp_path, fault=faults.write_to_weight)))
 
-    for found in (runs, ranks):
-        assert (found.kind, found.stage, found.module, found.name) == (
-            "input",
-            "backward",
-            "body.0",
-            "planted::product",
-        )
-        assert found.meaning.startswith("The weight or buffer 'body.0.weight' agreed in operation ")
+    assert _place(found)[:4] == ("input", "backward", "body.0", "planted::product")
+    assert found.meaning.startswith("The weight or buffer 'body.0.weight' agreed in operation ")
 
 
-def test_a_wrong_extra_operation_is_named_between_runs_and_between_ranks(tmp_path: Path) -> None:
-    folder = _runs(tmp_path, 3, fault=faults.extra_operation)
-    runs, ranks = _found(_between_runs(folder)), _found(_between_ranks(folder))
+def test_a_wrong_extra_operation_is_named(tmp_path: Path) -> None:
+    found = _found(_between_runs(_runs(tmp_path, fault=faults.extra_operation)))
 
-    assert runs.summary.startswith("1 operation only in B: forward of first (aten::mul_.Tensor)")
-    assert ranks.summary.startswith("1 operation only on rank 1: forward of first (aten::mul_.Tensor)")
-    assert (runs.ranks, ranks.ranks) == ((1,), (1,))
+    assert found.summary.startswith("1 operation only in B: forward of first (aten::mul_.Tensor)")
+    assert found.ranks == (FAULTY_RANK,)
 
 
 def test_gradients_scaled_after_backward_on_one_rank_are_the_likely_cause(tmp_path: Path) -> None:
@@ -177,22 +139,6 @@ def test_an_extra_operation_without_influence_is_shown_for_runs_that_are_the_sam
     found = _found(comparison)
     assert (comparison.verdict, found.kind, found.ranks) == ("same", "sequence", (FAULTY_RANK,))
     assert found.meaning.endswith("All operations that both sides ran have equal values.")
-
-
-def _loss_with_log_on_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().sum()
-    if dist.get_rank() == 0:
-        model.module.log = [loss.item(), x.mean().item()]
-    return loss
-
-
-def test_a_log_on_rank_0_is_no_difference_and_hides_no_fault_of_another_rank(tmp_path: Path) -> None:
-    folder = _runs(tmp_path, 3, others={"loss": _loss_with_log_on_first}, fault=faults.extra_operation)
-    equal, ranks = compare(folder / "a"), _found(_between_ranks(folder))
-
-    assert equal.operations is None
-    assert [note for note in equal.notes if "without influence" in note and "only on rank 0" in note]
-    assert (ranks.kind, ranks.module, ranks.name, ranks.ranks) == ("sequence", "first", "aten::mul_.Tensor", (1,))
 
 
 def test_a_sum_in_the_order_of_threads_is_not_deterministic(tmp_path: Path) -> None:
@@ -286,15 +232,8 @@ def _mean_over_tokens(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         "uneven",
     ],
 )
-def test_no_alarm_for_an_equal_run_and_for_ranks_with_data_of_their_own(tmp_path: Path, others: dict[str, Any]) -> None:
-    folder = _runs(tmp_path, others=others)
+def test_no_alarm_for_an_equal_run(tmp_path: Path, others: dict[str, Any]) -> None:
+    found = _between_runs(_runs(tmp_path, others=others))
 
-    runs, ranks = _between_runs(folder), _between_ranks(folder)
-
-    assert (runs.verdict, runs.operations) == ("same", None)
-    assert "operations of step 2 agree" in runs.notes
-    assert ranks.operations is None
-    assert any(
-        note.startswith("operations of step 2 agree between ranks, as far as data leave them equal")
-        for note in ranks.notes
-    )
+    assert (found.verdict, found.operations) == ("same", None)
+    assert "operations of step 2 agree" in found.notes

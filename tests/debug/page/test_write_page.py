@@ -405,10 +405,8 @@ def test_a_page_says_what_was_found(tmp_path: Path, runs: int, words: str) -> No
     traces = [write_trace(tmp_path / "a", planted=PLANTED)]
     if runs != 1:
         traces.append(write_trace(tmp_path / "b", planted=PLANTED if runs < 0 else {}))
-    opened = [open_run(trace) for trace in traces]
-    read: list[int] = []
 
-    write_page(opened, tmp_path / "report.html", read.append)
+    write_page([open_run(trace) for trace in traces], tmp_path / "report.html")
 
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     banner = re.search(r'<div class="banner \w+"><b>(.*?)</b>(.*?)</div>', page)
@@ -416,7 +414,6 @@ def test_a_page_says_what_was_found(tmp_path: Path, runs: int, words: str) -> No
     assert banner[1] == words
     assert ("parameter &#39;b&#39;" in banner[2]) == ("DIFFERENT" in words)
     assert "different:" not in banner[2]
-    assert sum(read) == 2 * sum(run.size_bytes for run in opened)
 
 
 def test_a_trace_that_cannot_be_read_leaves_no_page(tmp_path: Path) -> None:
