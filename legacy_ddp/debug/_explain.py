@@ -96,9 +96,9 @@ def _find_line(line: str, sections: list[Section]) -> list[Section]:
     best = max(scores[section.title] for section in candidates)
     if len(wanted) < _FEWEST_PAIRS or best < _SHARE * sum(weights.values()):
         return []
-    found = [section for section in candidates if scores[section.title] == best]
+    belonging = [section for section in candidates if scores[section.title] == best]
     # An error and its warning share a text: the line of an error has the name of its class.
-    return sorted(found, key=lambda section: section.group != "Warnings")[:_MOST_SECTIONS]
+    return sorted(belonging, key=lambda section: section.group != "Warnings")[:_MOST_SECTIONS]
 
 
 @cache
