@@ -21,6 +21,7 @@ from legacy_ddp.debug._port.script import (
     is_local,
     nodes_in,
     pairs,
+    values_given,
 )
 
 _OPTIMIZER = re.compile(r"(?i)\A(?!.*sched)(.*optim|(.*[._])?opt(_\w+|\d+)?\Z|.*_opt\Z)")
@@ -108,8 +109,7 @@ def optimizer_of(script: Script, call: ast.Call) -> str:
 
     It is known by its name, or because the script makes it of a class of optimizers.
     """
-    values = [*call.args, *(keyword.value for keyword in call.keywords)]
-    values += [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    values = values_given(call) + ([call.func.value] if isinstance(call.func, ast.Attribute) else [])
     texts = [*map(ast.unparse, values)]
     made = [text for text in texts if any(_is_new_optimizer(script, value) for _, value in script.values.get(text, []))]
     return next((text for text in texts if _OPTIMIZER.search(text) or text in made), "")
@@ -166,9 +166,7 @@ def place_of(script: Script, step: Step) -> Place | None:
     condition, between = block[first], block[last + 1 : first]
     at_first = [path for path in step_paths if path[depth][1] == first]
     if not isinstance(condition, ast.If) or not all(_is_inside_of(condition.body, path) for path in at_first):
-        return Place(
-            block[last], is_rare=any(isinstance(node, ast.Continue) for at in between for node in ast.walk(at))
-        )
+        return Place(block[last], is_rare=any(isinstance(node, ast.Continue) for node in nodes_in(between)))
     if _ACCUMULATES.search(f" {ast.unparse(condition.test)} ") and not any(map(readers, between)):
         return Place(condition.body[0], is_before=True)
     return Place(block[last], is_rare=True)

@@ -276,17 +276,6 @@ def test_a_trace_that_ends_at_its_start_is_a_page_all_the_same(tmp_path: Path) -
     assert "Reduced gradients, by parameter and step" in text
 
 
-def test_the_rank_that_the_others_waited_for_is_in_a_table(tmp_path: Path) -> None:
-    run = _run(
-        tmp_path / "a",
-        world_size=3,
-        steps=4,
-        calls=lambda step, rank: call_facts(step, rank, seconds_waited=0.0 if rank == 2 else 0.25),
-    )
-
-    assert "rank 2 4 of 4 0.25 1 " in _read(run).text
-
-
 def _write(output: Path, page: str = "<!DOCTYPE html>\n<!-- a report of legacy_ddp -->\n") -> None:
     with reserved(output) as part:
         publish(page, part, output)
