@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from legacy_ddp._text import first_few
+
 MISSING = "nothing"
 MAX_LINES = 10
 MAX_SIDES = 4
@@ -29,8 +31,7 @@ class Difference:
         groups = [name_ranks(ranks) for _, ranks in reversed(self.holders)]
         if len(groups) > 2 and all(len(ranks) == 1 for _, ranks in self.holders):
             return "every rank has its own"
-        more = [f"{len(groups) - MAX_SIDES} more groups"] if len(groups) > MAX_SIDES else []
-        return " against ".join([*groups[:MAX_SIDES], *more])
+        return " against ".join(first_few(groups, MAX_SIDES, "{} more groups"))
 
     def __str__(self) -> str:
         # The smallest group first: the reader looks for it.
@@ -53,10 +54,7 @@ class Finding:
         return tuple(sorted({rank for difference in self.differences for rank in difference.suspects}))
 
     def __str__(self) -> str:
-        lines = [f"  {difference}" for difference in self.differences[:MAX_LINES]]
-        if len(self.differences) > MAX_LINES:
-            lines.append(f"  ... {len(self.differences) - MAX_LINES} more")
-        return "\n".join(lines)
+        return "\n".join(f"  {line}" for line in first_few(self.differences, MAX_LINES))
 
 
 def compare_rows(rows: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None) -> Finding:

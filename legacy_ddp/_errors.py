@@ -41,15 +41,6 @@ class LegacyDDPError(RuntimeError):
     ``ranks``: the ranks at fault, counted inside the group; empty if they are not known. ``call``: number of the
     collective call on this wrapper, from 1. ``phase``: of the call. ``parameter``: the name of the parameter.
     ``anchor``: of the section about this class in docs/errors.md. A traceback ends with the command that prints it.
-
-    Example:
-        >>> try:
-        ...     record = model.all_reduce(sample_size="3")
-        ... except LegacyDDPError as error:  # any error of this library
-        ...     print(error.ranks, error.call, error.phase, error.parameter)
-        ... except TypeError as error:  # every rank made the same mistake
-        ...     print("wrong on every rank")
-        wrong on every rank
     """
 
     anchor: ClassVar[str] = "legacyddperror"
@@ -73,44 +64,15 @@ class LegacyDDPError(RuntimeError):
 
 
 class AgreedError(LegacyDDPError):
-    """A disagreement of the ranks that all ranks detected: the same error on every rank, nothing written.
-
-    Example:
-        >>> if rank == 1:
-        ...     model.module.weight.requires_grad = False
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except AgreedError as error:
-        ...     print(error.ranks)
-        (1,)
-    """
+    """A disagreement of the ranks that all ranks detected: the same error on every rank, nothing written."""
 
 
 class LayoutError(AgreedError):
-    """Ranks hold different modules, parameters, buffers or settings; the text names each difference and its ranks.
-
-    Example:
-        >>> if rank == 1:
-        ...     model.module.weight.requires_grad = False
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except LayoutError as error:
-        ...     print(error.ranks, error.call)
-        (1,) 1
-    """
+    """Ranks hold different modules, parameters, buffers or settings; the text names each difference and its ranks."""
 
 
 class DesyncError(AgreedError):
-    """Ranks met in different calls, or mean different things by the same call.
-
-    Example:
-        >>> model(inputs).sum().backward()
-        >>> try:
-        ...     record = model.all_reduce(sample_size=None if rank == 1 else len(inputs))
-        ... except DesyncError as error:
-        ...     print(error.ranks)
-        (1,)
-    """
+    """Ranks met in different calls, or mean different things by the same call."""
 
 
 class ReplicaDivergenceError(AgreedError):
@@ -119,24 +81,13 @@ class ReplicaDivergenceError(AgreedError):
     ``minority``: the ranks outside the strict majority, by counting alone; empty without a majority. ``implicated``:
     the ranks with evidence of a fault, such as parameters that changed outside of a step; empty without evidence, or
     with evidence about all ranks. ``ranks``: the ranks at fault, from both: ``minority``, or without a majority
-    ``implicated``, and ranks with evidence of a second fault. Empty if the evidence of the first fault names a rank of
-    the majority: evidence outranks counting, so the minority may be the good ranks; look at both attributes. In an
-    error of a cross-check: the ranks of its report, without a majority all of them.
+    ``implicated``, and ranks with evidence of a second fault. Empty if there is evidence against a rank of the
+    majority. Then the minority may be right: compare ``minority`` with ``implicated``. In an error of a cross-check:
+    the ranks of its report, without a majority all of them.
     ``report``: the :class:`legacy_ddp.debug.ReplicaReport` with the same text. ``phase``: the first phase with a
     difference, one of ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``; or
     ``run`` in an error of :func:`legacy_ddp.debug.cross_check`, whose ``report`` is a
     :class:`legacy_ddp.debug.CrossCheckReport`.
-
-    Example:
-        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks="detail")
-        >>> if rank == 1:
-        ...     model.module.bias.data += 1.0
-        >>> model(inputs).sum().backward()
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except ReplicaDivergenceError as error:
-        ...     print(error.minority, error.implicated, error.phase)
-        (1,) () start
     """
 
     report: Any = None
@@ -145,17 +96,7 @@ class ReplicaDivergenceError(AgreedError):
 
 
 class PeerError(AgreedError):
-    """A rank failed locally before the exchange, so nothing was exchanged.
-
-    Example:
-        >>> if rank == 1:
-        ...     model.module.weight.grad = torch.ones(1, 2, requires_grad=True)
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except PeerError as error:
-        ...     print(error.ranks)
-        (1,)
-    """
+    """A rank failed locally before the exchange, so nothing was exchanged."""
 
 
 class NonFiniteGradientError(AgreedError, FloatingPointError):
@@ -163,15 +104,6 @@ class NonFiniteGradientError(AgreedError, FloatingPointError):
 
     Trainers that skip such a step catch Python's FloatingPointError, and this one with it.
     ``ranks``: the ranks with such a gradient. ``parameter``: the first such parameter on the first of these ranks.
-
-    Example:
-        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=Checks(nonfinite="raise"))
-        >>> (model(inputs) * (float("nan") if rank == 1 else 1.0)).sum().backward()
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except NonFiniteGradientError as error:
-        ...     print(error.ranks, error.parameter)
-        (1,) bias
     """
 
 
@@ -179,130 +111,47 @@ class EditedGradientError(AgreedError):
     """Gradients were clipped or unscaled between backward and the call; only with ``Checks(edited="raise")``.
 
     ``ranks``: the ranks with such gradients.
-
-    Example:
-        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=Checks(edited="raise"))
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> scaler = torch.amp.GradScaler("cpu")
-        >>> try:
-        ...     for step in range(2):  # a scaler is known from its first step on
-        ...         scaler.scale(model(inputs).sum()).backward()
-        ...         scaler.unscale_(optimizer)  # belongs behind all_reduce()
-        ...         record = model.all_reduce()
-        ...         scaler.step(optimizer)
-        ...         scaler.update()
-        ... except EditedGradientError as error:
-        ...     print(error.ranks)
-        (0, 1, 2)
     """
 
 
 class CommHookError(AgreedError):
-    """A communication hook returned no usable gradient; the text names the ranks and the expected result.
-
-    Example:
-        >>> model.register_comm_hook(None, lambda state, bucket: bucket.buffer()[1:])  # too short
-        >>> model(inputs).sum().backward()
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except CommHookError as error:
-        ...     print(error.ranks)
-        (0, 1, 2)
-    """
+    """A communication hook returned no usable gradient; the text names the ranks and the expected result."""
 
 
 class TransportError(AgreedError):
-    """``transport="host"`` is not possible, or not any more; the text has the reason of the first rank with one.
-
-    Example:
-        >>> try:
-        ...     model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), transport="host")
-        ... except TransportError as error:
-        ...     print(error)  # the reason
-    """
+    """``transport="host"`` is not possible, or not any more; the text has the reason of the first rank with one."""
 
 
 class LostPeerError(LegacyDDPError):
     """A rank did not answer; the process group is not usable any more.
 
     ``report``: the activity of every rank, the same text on all ranks that raise; empty with checks off.
-
-    Example:
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except LostPeerError as error:  # save nothing here: gradients may be gone
-        ...     print(error.report)
-        ...     raise SystemExit(1)
     """
 
     report = ""
 
 
 class PeerLostError(LostPeerError):
-    """The connection to a rank broke: its process ended or its host vanished.
-
-    Example:
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except PeerLostError as error:
-        ...     raise SystemExit(f"lost ranks {error.ranks} in phase {error.phase}")
-    """
+    """The connection to a rank broke: its process ended or its host vanished."""
 
 
 class SyncTimeoutError(LostPeerError):
-    """A rank did not arrive within ``timeout_seconds``.
-
-    Example:
-        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), timeout_seconds=300.0)
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except SyncTimeoutError as error:
-        ...     raise SystemExit(f"ranks {error.ranks} were silent for 300 seconds")
-    """
+    """A rank did not arrive within ``timeout_seconds``."""
 
 
 class GradientError(LegacyDDPError):
     """A gradient of this rank cannot be reduced: it requires grad, or ``sample_size`` would divide it a second time.
 
-    The second division is found in the tensor that a call has left as ``.grad``, and not in a tensor that the script
-    has made from it and assigned.
-
-    Example:
-        >>> model.module.weight.grad = torch.ones(1, 2, requires_grad=True)  # on every rank
-        >>> try:
-        ...     record = model.all_reduce()
-        ... except GradientError as error:
-        ...     print(error.parameter)
-        weight
+    Only the tensor that the last call left in ``.grad`` is recognised, not a copy that the script assigns.
     """
 
 
 class UnsynchronizedStepError(LegacyDDPError):
-    """An optimizer step would use gradients without a call of ``all_reduce()``. Nothing changed.
-
-    Example:
-        >>> model(inputs).sum().backward()
-        >>> try:
-        ...     optimizer.step()
-        ... except UnsynchronizedStepError:
-        ...     print("call all_reduce() first")
-        call all_reduce() first
-    """
+    """An optimizer step would use gradients without a call of ``all_reduce()``. Nothing changed."""
 
 
 class TraceError(LegacyDDPError):
-    """A trace cannot be written, read or compared; the text names the file and the next step.
-
-    Example:
-        >>> with Recorder(model, folder):
-        ...     record = model.all_reduce()
-        >>> try:
-        ...     with Recorder(model, folder):
-        ...         pass
-        ... except TraceError as error:
-        ...     print("this folder holds a trace")
-        this folder holds a trace
-    """
+    """A trace cannot be written, read or compared; the text names the file and the next step."""
 
 
 # Tracebacks, pickles and logs name the public module. The heading of a section is the name of its class.

@@ -11,7 +11,7 @@ import errno
 import math
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 WIDTH = 80
 TIE = "\N{NO-BREAK SPACE}"
@@ -86,6 +86,18 @@ def table(rows: Iterable[tuple[str, ...]], indent: str = "  ") -> list[str]:
         start = indent + "".join(f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True))
         lines.append(f"{start}{shorten(last, WIDTH - len(start))}".rstrip())
     return lines
+
+
+def first_few(texts: Sequence[object], limit: int, more: str = "... {} more") -> list[str]:
+    """The first ``limit`` texts, and ``more`` with the number of the others, if there are others."""
+    others = len(texts) - limit
+    return [*map(str, texts[:limit]), *([more.format(others)] if others > 0 else [])]
+
+
+def list_some(texts: Sequence[str], limit: int = 3) -> str:
+    """The first ``limit`` texts, and the number of the others: ``a, b, c and 2 more``."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return ", ".join(texts[:limit]) + more
 
 
 def format_bytes(number: float) -> str:

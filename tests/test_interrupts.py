@@ -280,9 +280,8 @@ def _check_registered(steps: list[str]) -> None:
     _register(steps)
     torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
     assert steps == ["before", "after"]
-    assert len(tensors._pre_hooks) == len(tensors._post_hooks) == 3
-    assert len(torchs_steps._global_optimizer_pre_hooks) == 2
-    assert len(torchs_steps._global_optimizer_post_hooks) == 1
+    assert (len(tensors._pre_hooks), len(tensors._post_hooks)) == (4, 3)
+    assert len(torchs_steps._global_optimizer_pre_hooks) == len(torchs_steps._global_optimizer_post_hooks) == 1
 
 
 class _Shared(NamedTuple):

@@ -10,8 +10,8 @@ PACKAGE = Path(legacy_ddp.__file__).parent
 # A folder is one layer; a module outside of folders is another. docs/design.md says what each holds.
 LAYERS = (
     "_statistics",
-    "_compare",
     "_text",
+    "_compare",
     "_errors",
     "_imports",
     "_fork",

@@ -37,12 +37,11 @@ from legacy_ddp._errors import (
 from legacy_ddp._log import script_lines
 from legacy_ddp._reproducible.tree_reduce import format_splits, is_aligned
 from legacy_ddp._step_guard.surroundings import closure_advice, closure_owner, local_work
-from legacy_ddp._text import error_text, wrap
+from legacy_ddp._text import error_text, list_some, wrap
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.rows import Operation
 
 IGNORED = "it ignored (ignore=)"
-_MAX_NAMES = 3  # in a line
 _OTHER_CALLS = "Ranks met in different calls"
 _OF_PARAMETERS = (Operation.ALL_REDUCE, Operation.CONSTRUCTION)  # their inventories have all parameters
 LAYOUT_ADVICE = "make the module and the settings alike on every rank"
@@ -352,9 +351,8 @@ def _describe_changes(details: Sequence[tuple[Mapping[str, Any], tuple[int, ...]
             names = [name for name, how in held["changes"].items() if how == change]
             names = [name for name in names if any((name in other) is (change == "removed") for other in others)]
             if names:
-                more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-                shown = ", ".join(names[:_MAX_NAMES])
-                lines += wrap(f"only {one} {has} {shown}{more}, {change} after {held['since']}", "  ")
+                shown = list_some(names)
+                lines += wrap(f"only {one} {has} {shown}, {change} after {held['since']}", "  ")
     return lines
 
 

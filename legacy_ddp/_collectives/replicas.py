@@ -27,8 +27,7 @@ from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
 from legacy_ddp._replicas.late_rotation import LateRotatingDigests, Reading, devices_of, find_failure
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
-from legacy_ddp._replicas.state import list_some
-from legacy_ddp._text import error_line
+from legacy_ddp._text import error_line, list_some
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
 

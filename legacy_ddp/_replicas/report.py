@@ -8,7 +8,7 @@ from legacy_ddp._compare import MAX_LINES, MAX_SIDES, MISSING, Difference, name_
 from legacy_ddp._replicas.attribution import NOTHING, Verdict
 from legacy_ddp._replicas.element_compare import ElementDifference
 from legacy_ddp._replicas.optimizer_entries import Kind, group_entries, has_tensor, plain_numbers, tensor_type
-from legacy_ddp._text import wrap
+from legacy_ddp._text import first_few, wrap
 
 _wrap = partial(wrap, break_words=False)  # a user may search for a long name
 MAX_RANKS = 2  # ranks with element differences in the text, for each tensor
@@ -165,7 +165,7 @@ class ReplicaReport:
         for kind in kinds[:MAX_LINES]:
             first, *more = kind.differences
             lines += _wrap(kind.line, "  ") if more else [str(first)]
-        lines += _count_more(len(kinds), "kinds of optimizer entries")
+        lines += [f"  ... {len(kinds) - MAX_LINES} more kinds of optimizer entries"] * (len(kinds) > MAX_LINES)
         others = [
             item for item in self.differences if item.kind != "optimizer" or (item.elements and item.name not in single)
         ]
@@ -177,7 +177,7 @@ class ReplicaReport:
         detailed = [item for item in others if item.elements]
         if has_all and detailed and len(others) > MAX_LINES:
             return [*map(str, detailed), f"  ... and the other {len(others) - len(detailed)}: all parameters differ"]
-        return [*map(str, others[:MAX_LINES]), *_count_more(len(others))]
+        return first_few(others, MAX_LINES, "  ... {} more")
 
     def _notes(self) -> list[str]:
         if not self.generators or self.size == 1:
@@ -191,11 +191,6 @@ def unlike_tensors(differences: Iterable[ReplicaDifference]) -> list[str]:
     """The names of parameters and buffers that some ranks lack, or hold with another dtype or shape: no broadcast can
     make these equal."""
     return [item.name for item in differences if item.kind in ("parameters", "buffers") and item.tensor is None]
-
-
-def _count_more(number: int, what: str = "") -> list[str]:
-    """The line after the first ``MAX_LINES`` of so many things."""
-    return [f"  ... {number - MAX_LINES} more {what}".rstrip()] if number > MAX_LINES else []
 
 
 def _count(number: int, kind: str) -> str:

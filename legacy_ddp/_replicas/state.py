@@ -20,13 +20,13 @@ from legacy_ddp._buckets.layout import Named, check_dense, distinct, fingerprint
 from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
 from legacy_ddp._replicas.element_kinds import format_element
 from legacy_ddp._settings import Settings
+from legacy_ddp._text import list_some
 from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 
 Fact = tuple[str, torch.Tensor | str]
 NOT_COMPARED = ", not compared"  # the end of the text of a tensor whose bits cannot be read
 NONE = "none"  # in place of a gradient, or of the group of a parameter that no optimizer holds
-MAX_NAMED = 3  # names in a list
 # Optimizer entries that are neither state nor hyperparameters.
 MEMBERSHIP = "parameter group"
 WEIGHTS = "weights"
@@ -271,12 +271,6 @@ def describe_membership(optimizers: Iterable[torch.optim.Optimizer], named: Sequ
         what = "a tensor that is" if len(foreign) == 1 else f"{len(foreign)} tensors that are"
         parts.append(f"with {what} not in the model: {list_some(foreign)}")
     return ", ".join(parts), any(format_type(item.tensor) in foreign for item in missing)
-
-
-def list_some(texts: Sequence[str]) -> str:
-    """The first texts, and the number of the others."""
-    more = [f"and {len(texts) - MAX_NAMED} more"] if len(texts) > MAX_NAMED else []
-    return " ".join([", ".join(texts[:MAX_NAMED]), *more])
 
 
 class SharedBuffers:

@@ -196,10 +196,9 @@ _known: "weakref.WeakValueDictionary[int, torch.amp.GradScaler]" = weakref.WeakV
 @cache
 def watch_scalers() -> None:
     """Note the scaler of every step in this process from now on. Later calls do nothing."""
-    internals.add_step_pre_hook(_note_scaler)
+    internals.before_every_step(_note_scaler)
 
 
-@internals.disable_dynamo
 def _note_scaler(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
     scaler = internals.calling_scaler()
     if scaler is not None:

@@ -13,10 +13,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed import distributed_c10d as c10d
-
-__all__ = ["PrefixStore", "Store"]  # names without an explicit export in torch
 
 # The sequence number of these backends counts collectives only. The number of gloo counts sends and lists of objects,
 # too, of which the ranks of a correct program may have different numbers.

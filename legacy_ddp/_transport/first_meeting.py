@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from legacy_ddp import _torch as internals
@@ -27,6 +26,7 @@ from legacy_ddp._text import system_error_text
 from legacy_ddp._transport.star import Star, StarLostError
 from legacy_ddp._transport.star_sockets import HostListener, HubListener, connect_hubs, connect_on_host
 from legacy_ddp._watchdog.client import decode_endpoint
+from legacy_ddp._watchdog.process import boot_id
 
 ARITY = 32  # hubs below a hub
 FACTS = ("boot", "network", "user")
@@ -61,7 +61,7 @@ def own_card() -> dict[str, str]:
         return {"problem": f"shared memory needs Linux, got sys.platform {sys.platform!r}"}
     try:
         return {
-            "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+            "boot": boot_id(),
             "network": str(os.stat("/proc/self/ns/net").st_ino),
             "user": str(os.geteuid()),
             "problem": "",

@@ -16,12 +16,12 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from legacy_ddp._watchdog.process import (
     DEAD,
@@ -56,6 +56,7 @@ MAX_CONCURRENT_REQUESTS = 32
 
 Address = tuple[str, int]
 Message = Mapping[str, Any]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,6 @@ class Failure:
     reason: str
     is_late: bool = False
     ranks: tuple[int, ...] = ()
-
-
-def decode_failure(data: Mapping[str, Any] | None) -> Failure | None:
-    """The failure in decoded JSON."""
-    return Failure(**{**data, "ranks": tuple(data["ranks"])}) if data else None
 
 
 class Outcome(StrEnum):
@@ -108,7 +104,7 @@ def decode_endpoint(rank: int, data: bytes) -> Endpoint | None:
     if not data:
         return None
     identity, addresses, token = json.loads(data)
-    return Endpoint(rank, Identity(**identity), [(host, port) for host, port in addresses], token)
+    return Endpoint(rank, read_as(Identity, identity), [(host, port) for host, port in addresses], token)
 
 
 def request(
@@ -272,6 +268,11 @@ def answer_to(greeting: bytes, token: str) -> bytes:
 
 def _prove(token: str, side: bytes, nonce: bytes) -> bytes:
     return hmac.digest(token.encode(), side + nonce, "sha256")
+
+
+def read_as(kind: Callable[..., _T], data: Mapping[str, Any]) -> _T:
+    """The dataclass ``kind`` of ``asdict()``, after a message in JSON, which has lists in place of tuples."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 
 
 def encode_message(message: Message) -> bytes:

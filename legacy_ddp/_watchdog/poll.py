@@ -10,6 +10,7 @@ from legacy_ddp._watchdog.client import (
     Failure,
     Message,
     Outcome,
+    read_as,
     request_all,
     state_of,
 )
@@ -121,14 +122,13 @@ def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, _Result])
 
 
 def _with_answer(row: Row, answer: Message) -> Row:
-    sample = Sample(**{**answer["sample"], "stack": tuple(answer["sample"]["stack"])})
     return replace(
         row,
-        sample=sample,
+        sample=read_as(Sample, answer["sample"]),
         serial=answer["serial"],
         in_call=answer["in_call"],
         last_call=answer["call"],
-        payloads=PayloadState(**answer["payloads"]),
+        payloads=read_as(PayloadState, answer["payloads"]),
     )
 
 

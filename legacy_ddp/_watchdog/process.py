@@ -126,7 +126,7 @@ def _machine() -> str:
     """
     try:
         is_own = os.readlink("/proc/self") == str(os.getpid())
-        return f"{_boot()}/{os.readlink('/proc/self/ns/pid')}" if is_own else ""
+        return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}" if is_own else ""
     except OSError:
         return ""
 
@@ -134,11 +134,12 @@ def _machine() -> str:
 def _network() -> str:
     """Boot and network namespace; without /proc the name of the host."""
     try:
-        return f"{_boot()}/{os.readlink('/proc/self/ns/net')}"
+        return f"{boot_id()}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
 
 
 @cache
-def _boot() -> str:
+def boot_id() -> str:
+    """The id of the present start of the kernel; OSError without /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -8,7 +8,7 @@ from typing import Any
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._log import logger_of
 from legacy_ddp._step_guard.surroundings import closure_advice
-from legacy_ddp._text import WIDTH, how_to_explain, printable, printable_lines, wrap
+from legacy_ddp._text import WIDTH, first_few, how_to_explain, printable, printable_lines, wrap
 from legacy_ddp._watchdog.activity import HOOK, RUN, Sample
 from legacy_ddp._watchdog.client import Failure, Outcome
 from legacy_ddp._watchdog.missing import Row, missing_after_loss, missing_ranks
@@ -62,9 +62,9 @@ class Report:
     text: str
     summary: str
     missing: tuple[int, ...]
-    is_progressing: bool
-    is_busy: bool
     reporters: tuple[int, ...]
+    is_progressing: bool = False
+    is_busy: bool = False
     is_late: bool = False
     call: str = ""
     phase: str = ""
@@ -83,11 +83,6 @@ class Report:
         return f"{self.text}\n\n{json.dumps(self.facts)}"
 
 
-def decode_report(data: Mapping[str, Any]) -> Report:
-    """The report in decoded JSON."""
-    return Report(**{**data, "missing": tuple(data["missing"]), "reporters": tuple(data["reporters"])})
-
-
 def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: bool = True) -> Report:
     """Compose the report on the farthest call, for a failure or for a wait that is longer than expected.
 
@@ -101,18 +96,10 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
     reason = failure.reason or f"ranks have waited for {waited_seconds:.1f} s"
     farthest = max(rows, key=lambda row: (row.in_call, row.progress))
     head = f"{_late_payload(rows)}{_position(farthest)}: {reason}; {summary}"
-    lines = [
-        *_wrap(head),
-        *_advice(rows, missing),
-        *_closures(waiting),
-        "",
-        *_table(rows, missing),
-        *_stacks(rows, missing),
-    ]
     progressing = [rows[rank].is_progressing(waited_seconds) for rank in missing]
     return Report(
         head=printable(head),
-        text=printable_lines("\n".join(lines)),
+        text=_text(rows, missing, head, [*_advice(rows, missing), *_closures(waiting)]),
         summary=printable(summary),
         missing=missing,
         is_progressing=bool(missing) and all(progressing),
@@ -144,30 +131,21 @@ def compose_payload(rows: Sequence[Row], call: str, serial: int) -> Report:
     head = f"{call}: {_payload_text(waiting)}; {summary}"
     ranks = {reached: [rank for rank, other in progress.items() if other is reached] for reached in _PROGRESS}
     states = [f"{text} {name_ranks(ranks[reached])}" for reached, text in _PROGRESS.items() if ranks[reached]]
-    recorder = recorder_text()
     return Report(
         head=printable(head),
-        text=printable_lines(
-            "\n".join(
-                [
-                    *_wrap(head),
-                    *_wrap(f"the payload is {', '.join(states)}"),
-                    *(_wrap(recorder) if recorder else []),
-                    "",
-                    *_table(rows, missing),
-                    *_stacks(rows, missing),
-                ]
-            )
-        ),
+        text=_text(rows, missing, head, [*_wrap(f"the payload is {', '.join(states)}"), *_wrap(recorder_text())]),
         summary=printable(summary),
         missing=missing,
-        is_progressing=False,
-        is_busy=False,
         reporters=_reporters(rows, waiting, missing),
         call=call,
         phase="payload",
         states=_states(rows, missing),
     )
+
+
+def _text(rows: Sequence[Row], missing: Sequence[int], head: str, notes: Sequence[str]) -> str:
+    lines = [*_wrap(head), *notes, "", *_table(rows, missing), *_stacks(rows, missing)]
+    return printable_lines("\n".join(lines))
 
 
 def format_loss(row: Row, reason: str, missing: str = "") -> str:
@@ -218,9 +196,9 @@ def _payload_text(rows: Sequence[Row]) -> str:
     ranks: dict[str, list[int]] = {}
     for row in rows:
         ranks.setdefault(row.payloads.devices, []).append(row.rank)
-    parts = [f"{name_ranks(of_device)} ({device})" for device, of_device in list(ranks.items())[:MAX_PARTS]]
-    more = f", ... {len(ranks) - MAX_PARTS} other devices" if len(ranks) > MAX_PARTS else ""
-    return f"the payload is not complete after {seconds:.1f} s on {', '.join(parts)}{more}"
+    parts = [f"{name_ranks(of_device)} ({device})" for device, of_device in ranks.items()]
+    shown = ", ".join(first_few(parts, MAX_PARTS, "... {} other devices"))
+    return f"the payload is not complete after {seconds:.1f} s on {shown}"
 
 
 def _position(row: Row) -> str:
@@ -240,9 +218,8 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
     groups: dict[str, list[int]] = {}
     for rank in missing:
         groups.setdefault(_reason(rows[rank]), []).append(rank)
-    parts = [f"{name_ranks(ranks)} ({why}{_hosts(rows, ranks)})" for why, ranks in list(groups.items())[:MAX_PARTS]]
-    if len(groups) > MAX_PARTS:
-        parts.append(f"... {len(groups) - MAX_PARTS} other kinds")
+    parts = [f"{name_ranks(ranks)} ({why}{_hosts(rows, ranks)})" for why, ranks in groups.items()]
+    parts = first_few(parts, MAX_PARTS, "... {} other kinds")
     if silent := [row.rank for row in rows if row.is_silent and row.rank not in missing]:
         parts.append(f"no answer from {name_ranks(silent)}")
     return "missing " + "; ".join(parts)
@@ -291,13 +268,7 @@ def _location(sample: Sample | None) -> str:
 
 def _hosts(rows: Sequence[Row], ranks: Sequence[int]) -> str:
     hosts = list(dict.fromkeys(rows[rank].host for rank in ranks if rows[rank].pid))
-    return f", on host{'s' if len(hosts) > 1 else ''} {_first_parts(hosts)}" if hosts else ""
-
-
-def _first_parts(parts: Sequence[str]) -> str:
-    """The first ``MAX_PARTS`` parts, and the number of the others."""
-    more = [f"... {len(parts) - MAX_PARTS} more"] if len(parts) > MAX_PARTS else []
-    return ", ".join([*parts[:MAX_PARTS], *more])
+    return f", on host{'s' if len(hosts) > 1 else ''} {', '.join(first_few(hosts, MAX_PARTS))}" if hosts else ""
 
 
 def _table(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
@@ -320,7 +291,8 @@ def _describe(group: Sequence[Row]) -> str:
     first, *others = group
     ages = sorted(row.sample.age_seconds for row in group if row.sample)
     age = "-".join(dict.fromkeys(f"{seconds:.1f}" for seconds in (*ages[:1], *ages[-1:])))
-    where = _first_parts(list(dict.fromkeys(row.host for row in group))) if others else f"{first.host}:{first.pid}"
+    hosts = list(dict.fromkeys(row.host for row in group))
+    where = ", ".join(first_few(hosts, MAX_PARTS)) if others else f"{first.host}:{first.pid}"
     return f"{activity_text(first):37} {(age and f'{age} s') or '?':>8}  {process_text(first)} on {where}"
 
 

@@ -4,7 +4,6 @@ Its threads, and the tasks of the watchdog, run outside of the training thread.
 """
 
 import hmac
-import json
 import secrets
 import selectors
 import socket
@@ -320,7 +319,7 @@ class StatusServer:
 
     def _reply(self, sock: socket.socket, message: Message) -> None:
         try:
-            answer = json.dumps(self._answer(message)).encode() + b"\n"
+            answer = encode_message(self._answer(message))
             sock.settimeout(ANSWER_SECONDS)
             with suppress(OSError):  # the client did not wait for the answer
                 sock.sendall(answer)
@@ -336,7 +335,7 @@ class StatusServer:
         for sock, connection in self._connections.items():
             if connection.rank is not None:
                 with suppress(OSError):
-                    sock.sendall(json.dumps({"exit_reason": self._exit_reason}).encode() + b"\n")
+                    sock.sendall(encode_message({"exit_reason": self._exit_reason}))
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]  # only sockets are registered
         self._selector.close()

@@ -23,7 +23,7 @@ from legacy_ddp._watchdog.client import (
     Message,
     Outcome,
     decode_endpoint,
-    decode_failure,
+    read_as,
     request,
     request_all,
 )
@@ -37,7 +37,6 @@ from legacy_ddp._watchdog.report import (
     WarningPolicy,
     compose,
     compose_payload,
-    decode_report,
     format_loss,
 )
 from legacy_ddp._watchdog.report_file import ReportFile
@@ -168,13 +167,13 @@ class Watchdog:
     def _answer(self, message: Message) -> Message:
         if message["request"] == "status":
             return own_status(self._status, self._view.peers)
-        failure = decode_failure(message["failure"])
+        failure = read_as(Failure, message["failure"]) if message["failure"] else None
         if message["request"] == "report":
             return self._exchange.answer(int(message["serial"]), failure, payload_of=message["payload_of"])
         if failure is not None:
             self._record.record_failure(failure)
         if message["report"]:
-            self._record.finalize(decode_report(message["report"]))
+            self._record.finalize(read_as(Report, message["report"]))
         return {}
 
     def _warn(self, serial: int) -> None:
@@ -357,7 +356,7 @@ class ReportExchange:
                 if outcome is not Outcome.ANSWERED:
                     break
                 if answer:
-                    return decode_report(answer)
+                    return read_as(Report, answer)
                 if not is_composed:
                     is_composed, deadline = True, time.monotonic() + _report_seconds(len(self._view.peers))
                 self._background.sleep_and_run_pending(_RETRY_SECONDS + _RETRY_SECONDS_PER_RANK * len(self._view.peers))

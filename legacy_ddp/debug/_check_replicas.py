@@ -19,6 +19,7 @@ from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers, d
 from legacy_ddp._replicas.history import StepHistory
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import parameter_groups
+from legacy_ddp._text import list_some
 from legacy_ddp._transport.call import check_can_communicate
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp.debug._arguments import Optimizers, Target, as_optimizers, target_of
@@ -105,7 +106,7 @@ def _left_out(target: Target, own: LocalState, what: Collection[str]) -> Iterato
     """What of the module is not compared, as notes."""
     unread = hold.unread(own.shared)
     if unread:
-        yield f"not compared, because their bits cannot be read: {hold.list_some(unread)}"
+        yield f"not compared, because their bits cannot be read: {list_some(unread)}"
     if target.ignore:
         yield f"not compared: what ignore= names ({len(target.ignore)} of them)"
     frozen = [at for at in target.module.parameters() if not at.requires_grad and at.grad is not None]

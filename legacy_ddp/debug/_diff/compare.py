@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from legacy_ddp._compare import MAX_SIDES, compare_rows, name_ranks
+from legacy_ddp._text import first_few
 from legacy_ddp.debug._diff import causes, coverage
 from legacy_ddp.debug._diff.explain import Evidence, Kind, explain
 from legacy_ddp.debug._diff.locations import (
@@ -543,8 +544,7 @@ class _RankPairs:
 def _against(first: Divergence) -> str:
     """The groups of ranks, the smallest first."""
     labels = [side.label for side in reversed(first.sides)]
-    more = [f"{len(labels) - MAX_SIDES} more groups"] if len(labels) > MAX_SIDES else []
-    return f": {' against '.join([*labels[:MAX_SIDES], *more])}"
+    return f": {' against '.join(first_few(labels, MAX_SIDES, '{} more groups'))}"
 
 
 def _ranks(number: int) -> str:

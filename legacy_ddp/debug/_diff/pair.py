@@ -9,6 +9,7 @@ from math import hypot
 from pathlib import Path
 
 from legacy_ddp._errors import TraceError
+from legacy_ddp._text import list_some
 from legacy_ddp.debug._diff.result import Side
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import PHASES, Section
@@ -21,7 +22,6 @@ SHARED_PHASES = tuple(phase for phase in PHASES if phase != "local_gradients")
 # Absent at the start of a run: no call was made yet.
 _PHASES_OF_A_CALL = ("local_gradients", "reduced_gradients")
 _FOLLOWED_PHASES = ("reduced_gradients", "parameters")
-_MAX_NAMED = 3
 # torch.compile(module) is a module around the module, which names its parameters so; module.compile() is not.
 _COMPILED = "_orig_mod."
 
@@ -299,5 +299,4 @@ def _kinds(pair: Pair, trace: RankTrace) -> dict[str, str]:
 
 
 def first_few(title: str, names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{title}{', '.join(names[:_MAX_NAMED])}{more}" if names else ""
+    return f"{title}{list_some(names)}" if names else ""

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from legacy_ddp._compare import MAX_LINES, MISSING, compare_rows, name_ranks
 from legacy_ddp._errors import TraceError
-from legacy_ddp._text import printable_lines
+from legacy_ddp._text import first_few, printable_lines
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding, OperationRow, Verdict
 from legacy_ddp.debug._diff.text import cause_parts, lines, on_ranks
@@ -236,5 +236,5 @@ def _cell(ranks: Sequence[str]) -> str:
     if not differences:
         return ranks[0]
     groups = differences[0].holders
-    more = [f"{len(groups) - _MAX_GROUPS} more values"] if len(groups) > _MAX_GROUPS else []
-    return "; ".join([*(f"{name_ranks(which)}: {value}" for value, which in groups[:_MAX_GROUPS]), *more])
+    texts = [f"{name_ranks(which)}: {value}" for value, which in groups]
+    return "; ".join(first_few(texts, _MAX_GROUPS, "{} more values"))

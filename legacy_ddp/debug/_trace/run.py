@@ -8,11 +8,11 @@ from pathlib import Path
 
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import TraceError
+from legacy_ddp._text import first_few, list_some
 from legacy_ddp.debug._trace.read import RankTrace, first_line, open_trace
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES, RANK_FILE, Environment
 
 _RANK_FILE = re.compile(r"rank-([0-9]{5,})\.jsonl")
-_MAX_NAMED = 3
 _MAX_GROUPS = 3
 KILLED = "killed, still running, or recorder stopped"
 
@@ -93,8 +93,7 @@ def _rank_files(folder: Path) -> dict[int, Path]:
     found = {rank: path for path, rank in numbered.items() if path.name == RANK_FILE.format(rank)}
     if not found:
         names = [path.name for path in entries]
-        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        got = f"{', '.join(names[:_MAX_NAMED])}{more}" if names else "nothing"
+        got = list_some(names) if names else "nothing"
         raise TraceError(f"{folder} holds no trace: got {got}, expected {RANK_FILE.format(0)} and so on")
     return found
 
@@ -194,14 +193,14 @@ class RunCoverage:
             after = f"after step {last}" if last is not None else "before its first step"
             group = "all ranks" if ranks == [*self._lasts] and len(ranks) > 1 else name_ranks(ranks)
             notes.append(f"{group} ended {after}" + ("" if end == "closed" else f" ({end})"))
-        return _first_few(notes, "ways in which ranks ended")
+        return first_few(notes, _MAX_GROUPS, "{} more ways in which ranks ended")
 
     def _operation_notes(self) -> list[str]:
         notes = [
             f"operations of {spans(steps)} are missing on {name_ranks(ranks)}"
             for ranks, steps in self.missing_operations
         ]
-        return _first_few(notes, "groups of ranks without operations of other ranks")
+        return first_few(notes, _MAX_GROUPS, "{} more groups of ranks without operations of other ranks")
 
     def _nonfinite_notes(self) -> list[str]:
         if self.nonfinite is None:
@@ -210,17 +209,12 @@ class RunCoverage:
         return [f"NaN or infinity, first in {PHASE_LABELS[PHASES[phase]]} of step {step} on rank {rank}"]
 
 
-def _first_few(notes: list[str], what: str) -> list[str]:
-    return notes[:_MAX_GROUPS] + ([f"{len(notes) - _MAX_GROUPS} more {what}"] if len(notes) > _MAX_GROUPS else [])
-
-
 def spans(steps: Sequence[int]) -> str:
     """Ascending steps as runs of consecutive numbers, ``steps 3-7, step 9``; the first ``MAX_LINES`` of these."""
     starts = [index for index, step in enumerate(steps) if index == 0 or step != steps[index - 1] + 1]
     ends = [start - 1 for start in (*starts[1:], len(steps))]
     found = [span((steps[start], steps[end])) for start, end in zip(starts, ends, strict=True)]
-    more = [f"... {len(found) - MAX_LINES} more spans of steps"] if len(found) > MAX_LINES else []
-    return ", ".join(found[:MAX_LINES] + more)
+    return ", ".join(first_few(found, MAX_LINES, "... {} more spans of steps"))
 
 
 def span(steps: tuple[int, int]) -> str:

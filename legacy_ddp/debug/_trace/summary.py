@@ -10,7 +10,7 @@ from typing import Any
 
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, compare_rows, name_ranks
 from legacy_ddp._statistics import PARTS, LateRank, StepTimes, find_late_rank
-from legacy_ddp._text import format_bytes, plain, shorten, wrap
+from legacy_ddp._text import first_few, format_bytes, plain, shorten, wrap
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import PHASE_LABELS
 from legacy_ddp.debug._trace.run import Run, RunCoverage, span, spans
@@ -278,9 +278,8 @@ def lines(found: Summary) -> list[str]:
     if found.own_facts:
         text += ["of some:"]
     for fact, holders in found.own_facts:
-        values = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders[:MAX_SIDES]]
-        more = [f"{len(holders) - MAX_SIDES} more"] if len(holders) > MAX_SIDES else []
-        text += wrap(f"{fact}: {'; '.join([*values, *more])}", "  ")
+        values = first_few([f"{value} on {name_ranks(ranks)}" for value, ranks in holders], MAX_SIDES, "{} more")
+        text += wrap(f"{fact}: {'; '.join(values)}", "  ")
     return text
 
 
