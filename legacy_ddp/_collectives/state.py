@@ -153,7 +153,8 @@ class Synchronizer:
             refuse_inherited(group, operation)
         found = self.on_groups.get(group)
         if found is None:
-            groups = groups_of(group, self.settings.timeout_seconds)
+            is_function = self.settings.by_environment
+            groups = groups_of(group, self.settings.timeout_seconds, for_wrapper=not is_function)
             transport = Transport(groups, self.planner, self.leaves, self.warnings)
             found = self.on_groups[group] = _OnGroup(GroupState(groups), transport)
         return Call(found.state, operation, self.settings, self.module_class)

@@ -35,6 +35,15 @@ _BEGINS, _ARRIVALS, _ERROR, _HUBS = "begins", "arrivals", "error", "hubs"
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
 _QUEUE = 4096  # connections that wait; the kernel may allow less (net.core.somaxconn, 4,096)
 _NAME = "first collective on this process group"
+# Why a rank is late: by whether a wrapper makes the first call, or the function.
+_LATE = {
+    True: "long work before the wrapper, such as preparing data (pass a longer timeout_seconds); an error (look at the "
+    "output of these processes); a rank without a wrapper, for example under a condition (construct it on "
+    "every rank of the group)",
+    False: "long work before the call, such as preparing data (set LEGACY_DDP_CHECKS=timeout_seconds=... to a longer "
+    "time); an error (look at the output of these processes); a call under a condition such as if rank == 0 (make it "
+    "on every rank of the group)",
+}
 _ERRORS = {kind.__name__: kind for kind in (PeerError, PeerLostError, SyncTimeoutError)}
 
 
@@ -71,7 +80,13 @@ def own_card() -> dict[str, str]:
 
 
 def meet_members(
-    store: internals.Store, rank: int, size: int, timeout: timedelta, check_room: Callable[[int], None]
+    store: internals.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    check_room: Callable[[int], None],
+    *,
+    has_wrapper: bool,
 ) -> Met:
     """Collective: wait for all members, and connect them.
 
@@ -93,7 +108,7 @@ def meet_members(
         except OSError as error:
             meeting.tell(meeting.error_of(error))
         try:
-            _await_members(store, of_generation, generation, size, timeout)
+            _await_members(store, of_generation, generation, size, timeout, _LATE[has_wrapper])
         except SyncTimeoutError as error:
             meeting.tell(error)  # to a rank that arrives later
             raise
@@ -256,7 +271,7 @@ class _Meeting:
 
 
 def _await_members(
-    store: internals.Store, of_generation: internals.Store, generation: int, size: int, timeout: timedelta
+    store: internals.Store, of_generation: internals.Store, generation: int, size: int, timeout: timedelta, reasons: str
 ) -> None:
     """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
     store.add(_ARRIVALS, 1)
@@ -268,9 +283,7 @@ def _await_members(
             missing = [other for other in range(size) if not of_generation.check([f"begun/{other}"])]
             raise SyncTimeoutError(
                 f"{_NAME}: {name_ranks(missing) if missing else 'a rank'} did not arrive within "
-                f"{timeout.total_seconds():g} s. Possible reasons: long work before the wrapper, such as preparing "
-                "data (pass a longer timeout_seconds); an error (look at the output of these processes); a rank "
-                "without a wrapper (construct it on every rank of the group)",
+                f"{timeout.total_seconds():g} s. Possible reasons: {reasons}",
                 ranks=missing,
                 phase="agree",
             )

@@ -160,6 +160,7 @@ class Groups:
         self.size = parent.size()
         self.global_ranks = dist.get_process_group_ranks(parent)  # the ranks of the group, counted in the whole job
         self.wrapper_count = 0  # wrappers with a successful call on this group
+        self.has_wrapper = False  # or only the function all_reduce_gradients() makes calls
         self.busy: OwnedLock[Any] = OwnedLock()  # held by the call under way
         self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
         self.endpoints_exchanged = False
@@ -188,7 +189,7 @@ class Groups:
             return
         timeout = self.timeout(timeout_seconds)
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
-        met = meet_members(store, self.rank, self.size, timeout, self._check_room)
+        met = meet_members(store, self.rank, self.size, timeout, self._check_room, has_wrapper=self.has_wrapper)
         self.star, self.cards, self._store, self._timeout = met.star, met.cards, met.store, timeout
         self._at_end.append(met.star.close)
         self._payload = self.connect_gloo("payload", self.rank, self.size)
@@ -236,7 +237,15 @@ class Groups:
         # First: a lost connection makes the other ranks poll at once, for the exit reason.
         self._at_end.insert(0, watchdog.close)
         self.watchdog = watchdog
+        if self.has_wrapper:
+            watchdog.note_wrapper()
         return watchdog
+
+    def note_wrapper(self) -> None:
+        """A wrapper makes calls on the group, and not only the function."""
+        self.has_wrapper = True
+        if self.watchdog is not None:
+            self.watchdog.note_wrapper()
 
     def payload(self, device: torch.device) -> Any:
         """The group that carries tensors of ``device``: the private group for CPU and on gloo, else the user's group.
@@ -359,18 +368,22 @@ def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
         )
 
 
-def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None) -> Groups:
+def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None, *, for_wrapper: bool = True) -> Groups:
     """The private groups of ``parent``. Collective if this process has to build them.
 
-    ``timeout_seconds``: limit of a wait, None for the timeout of ``parent``.
+    ``timeout_seconds``: limit of a wait, None for the timeout of ``parent``. ``for_wrapper``: false for the function
+    ``all_reduce_gradients()``.
 
     Raises:
         PeerError: a rank cannot open its connections; the next call tries again.
         LostPeerError: a member did not arrive, or the store is gone; the groups then stay unusable.
     """
     groups = _groups.get(parent)
+    if groups is not None and for_wrapper:
+        groups.note_wrapper()
     if groups is None:
         groups = Groups(parent)
+        groups.has_wrapper = for_wrapper
         _alive.add(groups)
         _close_at_exit()
         try:

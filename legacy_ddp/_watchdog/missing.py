@@ -23,7 +23,8 @@ class Row:
     """The known status of a rank.
 
     ``sample``: None without an answer. ``serial``: calls begun on the group. ``process``: the state of the process in
-    the kernel, if a rank on the same machine answered. ``note``: the exit reason, or the error.
+    the kernel, if a rank on the same machine answered. ``note``: the exit reason, or the error. ``has_wrapper``: false
+    if only the function ``all_reduce_gradients()`` made calls on the group.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Row:
     last_call: str = ""
     process: str = ""
     note: str = ""
+    has_wrapper: bool = True
     is_advancing: bool = False
     is_busy: bool | None = None  # None: not polled twice
     payloads: PayloadState = field(default_factory=PayloadState)  # on devices

@@ -35,6 +35,7 @@ class RankStatus:
     serial: int = 0
     call: str = ""
     in_call: bool = False
+    has_wrapper: bool = False
     activity: Activity = field(default_factory=Activity)  # of the call; other threads may be busy with other things
     exit_reasons: dict[int, str] = field(default_factory=dict)  # of neighbours that have left
     payloads: PayloadWatch = field(default_factory=lambda: PayloadWatch(float("inf")))  # on devices
@@ -70,6 +71,7 @@ def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
         "serial": status.serial,
         "in_call": status.in_call,
         "call": status.call,
+        "has_wrapper": status.has_wrapper,
         "payloads": asdict(status.payloads.state()),
         "moved_bytes": moved_bytes(),
         "busy_seconds": busy_seconds(),
@@ -128,6 +130,7 @@ def _with_answer(row: Row, answer: Message) -> Row:
         serial=answer["serial"],
         in_call=answer["in_call"],
         last_call=answer["call"],
+        has_wrapper=answer["has_wrapper"],
         payloads=read_as(PayloadState, answer["payloads"]),
     )
 

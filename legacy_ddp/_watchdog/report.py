@@ -26,16 +26,6 @@ _MAX_KEPT_STACKS = 64
 _USER_CODE = {HOOK: "its communication hook", RUN: "its run() of a cross-check"}
 # The state of a process that no rank sees: it is on another machine, hidden, or in other namespaces.
 _UNSEEN = {Outcome.ANSWERED: "answers", Outcome.NOT_ASKED: "unknown", Outcome.UNKNOWN: "unknown"}
-_STOP = (
-    'let all ranks stop in the same call: pass metrics={"stop": 1 or 0} in every all_reduce(), and leave the loop on '
-    'every rank where record.metrics["stop"] is not 0'
-)
-_REASONS = (
-    f"it stopped alone (a signal, early stopping, an error that its script caught): {_STOP}",
-    'it left out a whole step (continue before the call): pass metrics={"step": step} in every all_reduce(), and '
-    'compare record.metrics["step"] with step * world size; they differ from the first such step on',
-    "it had a batch less: give every rank as many batches (a sampler, drop_last=True), or use model.join()",
-)
 _REPORTS = "reports of this rank:"
 _SECTION = "Ranks have waited"
 _PROGRESS = {
@@ -230,10 +220,25 @@ def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     ranks = [rank for rank in missing if rows[rank].left_normally]
     if not ranks:
         return []
+    has_wrapper = any(row.has_wrapper for row in rows if row.sample)
+    call = "all_reduce()" if has_wrapper else "all_reduce_gradients()"
+    stop = (
+        f'let all ranks stop in the same call: pass metrics={{"stop": 1 or 0}} in every {call}, and leave the loop on '
+        'every rank where record.metrics["stop"] is not 0'
+    )
     if all(rows[rank].left_after_a_signal for rank in ranks):
-        return _wrap(f"{name_ranks(ranks)} made fewer calls, because it stopped alone: {_STOP}", indent=0)
+        return _wrap(f"{name_ranks(ranks)} made fewer calls, because it stopped alone: {stop}", indent=0)
+    reasons = (
+        f"it stopped alone (a signal, early stopping, an error that its script caught): {stop}",
+        f'it left out a whole step (continue before the call): pass metrics={{"step": step}} in every {call}, and '
+        'compare record.metrics["step"] with step * world size; they differ from the first such step on',
+        "a call is under a condition (if rank == 0): make every call on all ranks",
+        "it started from another checkpoint or step number: load the same file on all ranks",
+        "it had a batch less: give every rank as many batches (a sampler, drop_last=True)"
+        f"{', or use model.join()' if has_wrapper else ''}",
+    )
     lines = _wrap(f"{name_ranks(ranks)} made fewer calls. Possible reasons:", indent=0)
-    return [*lines, *(line for reason in _REASONS for line in _wrap(f"- {reason}"))]
+    return [*lines, *(line for reason in reasons for line in _wrap(f"- {reason}"))]
 
 
 def _closures(waiting: Sequence[Row]) -> list[str]:

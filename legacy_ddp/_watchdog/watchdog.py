@@ -91,6 +91,10 @@ class Watchdog:
         self._met, self._status.serial = 0, 1
         self._server.start(self._view.peers[(self.rank + 1) % len(self._view.peers)])
 
+    def note_wrapper(self) -> None:
+        """A wrapper makes calls on the group: reports may name what only a wrapper has."""
+        self._status.has_wrapper = True
+
     def begin(self, call: str, *, warns: bool) -> None:
         """This rank enters a call. ``warns``: whether a long wait in the call is worth a warning."""
         status = self._status
