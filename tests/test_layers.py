@@ -11,7 +11,6 @@ PACKAGE = Path(legacy_ddp.__file__).parent
 LAYERS = (
     "_statistics",
     "_text",
-    "_compare",
     "_errors",
     "_imports",
     "_fork",

@@ -20,9 +20,8 @@ from datetime import timedelta
 from typing import Any
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import LegacyDDPError, PeerError, PeerLostError, SyncTimeoutError
-from legacy_ddp._text import system_error_text
+from legacy_ddp._text import name_ranks, system_error_text
 from legacy_ddp._transport.star import Star, StarLostError
 from legacy_ddp._transport.star_sockets import HostListener, HubListener, connect_hubs, connect_on_host
 from legacy_ddp._watchdog.client import decode_endpoint

@@ -5,10 +5,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._log import logger_of
 from legacy_ddp._step_guard.surroundings import closure_advice
-from legacy_ddp._text import WIDTH, first_few, how_to_explain, printable, printable_lines, wrap
+from legacy_ddp._text import WIDTH, first_few, how_to_explain, name_ranks, printable, printable_lines, wrap
 from legacy_ddp._watchdog.activity import HOOK, RUN, Sample
 from legacy_ddp._watchdog.client import Failure, Outcome
 from legacy_ddp._watchdog.missing import Row, missing_after_loss, missing_ranks

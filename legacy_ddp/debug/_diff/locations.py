@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, pairwise
 
-from legacy_ddp._compare import group_ranks, name_ranks, outside_majority
+from legacy_ddp._text import group_ranks, name_ranks, outside_majority
 from legacy_ddp.debug._diff.pair import (
     ABSENT,
     Entry,

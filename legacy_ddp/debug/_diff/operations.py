@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from legacy_ddp._compare import MAX_SIDES, compare_rows, group_ranks, name_ranks
+from legacy_ddp._text import MAX_SIDES, compare_rows, group_ranks, name_ranks
 from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence, OperationFinding, OperationRow, Verdict
