@@ -12,7 +12,6 @@ LAYERS = (
     "_statistics",
     "_text",
     "_errors",
-    "_fork",
     "_interrupts",
     "_torch",
     "_log",

@@ -36,8 +36,7 @@ from legacy_ddp._errors import (
     SyncTimeoutError,
     argument_errors,
 )
-from legacy_ddp._fork import run_in_children
-from legacy_ddp._interrupts import OwnedLock
+from legacy_ddp._interrupts import OwnedLock, run_in_children
 from legacy_ddp._text import error_text
 from legacy_ddp._transport.first_meeting import meet_members
 from legacy_ddp._transport.star import Star
