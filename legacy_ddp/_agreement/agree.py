@@ -35,7 +35,7 @@ from legacy_ddp._errors import (
 )
 from legacy_ddp._log import script_lines
 from legacy_ddp._reproducible.tree_reduce import format_splits, is_aligned
-from legacy_ddp._step_guard.surroundings import closure_advice, closure_owner, local_work
+from legacy_ddp._step_guard.policy import closure_advice, closure_owner, local_work
 from legacy_ddp._text import Finding, compare_groups, compare_rows, error_text, group_ranks, list_some, name_ranks, wrap
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.rows import Operation

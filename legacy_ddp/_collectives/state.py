@@ -30,8 +30,9 @@ from legacy_ddp._record import NoMetrics, SyncRecord
 from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import PassiveHook, StepPolicy, watch_uses
+from legacy_ddp._step_guard.backward_counter import PassiveHook, watch_uses
 from legacy_ddp._step_guard.guard import guard_steps
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._text import printable
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.private_groups import groups_of, inherited, refuse_inherited

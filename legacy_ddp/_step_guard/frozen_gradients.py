@@ -14,7 +14,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._step_guard.backward_counter import BackwardHook, PassiveHook, StepPolicy, remove_hooks
+from legacy_ddp._step_guard.backward_counter import BackwardHook, PassiveHook, remove_hooks
+from legacy_ddp._step_guard.policy import StepPolicy
 
 with_gradients: "weakref.WeakSet[FrozenHook]" = weakref.WeakSet()  # the hooks that have noted a gradient
 

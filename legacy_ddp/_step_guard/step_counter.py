@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._step_guard.backward_counter import BackwardHook, StepPolicy
+from legacy_ddp._step_guard.backward_counter import BackwardHook
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._torch import device as devices
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from legacy_ddp._log import outward
-from legacy_ddp._step_guard.surroundings import closure_owner, local_work_text
+from legacy_ddp._step_guard.policy import closure_owner, local_work_text
 from legacy_ddp._text import shorten
 
 FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
