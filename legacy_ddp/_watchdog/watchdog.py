@@ -27,9 +27,8 @@ from legacy_ddp._watchdog.client import (
     request_all,
 )
 from legacy_ddp._watchdog.ending import error_behind, exit_reason, watch_exit
-from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS
 from legacy_ddp._watchdog.payloads import Payload, PayloadWatch
-from legacy_ddp._watchdog.poll import GroupView, own_status, poll_ranks
+from legacy_ddp._watchdog.poll import LEFT_AFTER_LOSS, GroupView, own_status, poll_ranks
 from legacy_ddp._watchdog.process import Identity
 from legacy_ddp._watchdog.report import (
     Report,

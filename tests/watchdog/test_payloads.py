@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from legacy_ddp._watchdog.activity import Sample
 from legacy_ddp._watchdog.client import Outcome
-from legacy_ddp._watchdog.missing import Row
 from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch, recorder_text
+from legacy_ddp._watchdog.poll import Row
 from legacy_ddp._watchdog.process import RUNNING, STOPPED
 from legacy_ddp._watchdog.report import compose_payload
 from tests.helpers.ranks import run_ranks

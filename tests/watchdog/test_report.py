@@ -19,8 +19,15 @@ from legacy_ddp._watchdog.client import (
     Outcome,
     decode_endpoint,
 )
-from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS, LEFT_NORMALLY, Row, missing_ranks
-from legacy_ddp._watchdog.poll import RankStatus, build_rows, own_status
+from legacy_ddp._watchdog.poll import (
+    LEFT_AFTER_LOSS,
+    LEFT_NORMALLY,
+    RankStatus,
+    Row,
+    build_rows,
+    missing_ranks,
+    own_status,
+)
 from legacy_ddp._watchdog.process import DEAD, own_identity
 from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
 from legacy_ddp._watchdog.watchdog import Watchdog
