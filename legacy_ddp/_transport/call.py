@@ -24,7 +24,7 @@ from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp._transport.wait import Gatherer
 from legacy_ddp._watchdog import USER_CODE, Watchdog, end_after, forget_turn, process_activity
-from legacy_ddp._watchdog.activity import ActivityMark, new_mark
+from legacy_ddp._watchdog.process import ActivityMark, new_mark
 
 _FIRST_WARNED_CALL = 3
 _NO_RANGE = nullcontext()

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum, auto
 
-from legacy_ddp._watchdog.activity import DEBUGGER, HOOK, OUT_OF_DATA, RUN, Activity, Sample, process_activity
 from legacy_ddp._watchdog.client import (
     Endpoint,
     Failure,
@@ -16,7 +15,20 @@ from legacy_ddp._watchdog.client import (
     state_of,
 )
 from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch
-from legacy_ddp._watchdog.process import DEAD, RUNNING, busy_seconds, moved_bytes, waits_for_disk
+from legacy_ddp._watchdog.process import (
+    DEAD,
+    DEBUGGER,
+    HOOK,
+    OUT_OF_DATA,
+    RUN,
+    RUNNING,
+    Activity,
+    Sample,
+    busy_seconds,
+    moved_bytes,
+    process_activity,
+    waits_for_disk,
+)
 
 LEFT_AFTER_LOSS = "left because another rank was lost"
 LEFT_NORMALLY = "left without an error"

@@ -8,11 +8,10 @@ from typing import Any
 from legacy_ddp._log import logger_of
 from legacy_ddp._step_guard.policy import closure_advice
 from legacy_ddp._text import WIDTH, first_few, how_to_explain, name_ranks, printable, printable_lines, wrap
-from legacy_ddp._watchdog.activity import HOOK, RUN, Sample
 from legacy_ddp._watchdog.client import Failure, Outcome
 from legacy_ddp._watchdog.payloads import Progress, recorder_text
 from legacy_ddp._watchdog.poll import Row, missing_after_loss, missing_ranks
-from legacy_ddp._watchdog.process import DEAD, RUNNING, STOPPED, TRACED
+from legacy_ddp._watchdog.process import DEAD, HOOK, RUN, RUNNING, STOPPED, TRACED, Sample
 from legacy_ddp._watchdog.report_file import ReportFile
 
 MAX_ROWS = 24

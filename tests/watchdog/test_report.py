@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._watchdog.activity import Sample
 from legacy_ddp._watchdog.client import (
     MAX_BYTES,
     Endpoint,
@@ -28,7 +27,7 @@ from legacy_ddp._watchdog.poll import (
     missing_ranks,
     own_status,
 )
-from legacy_ddp._watchdog.process import DEAD, own_identity
+from legacy_ddp._watchdog.process import DEAD, Sample, own_identity
 from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
 from legacy_ddp._watchdog.watchdog import Watchdog
 
