@@ -5,6 +5,7 @@ arrive is its hub, and the hubs form a tree in the order of their arrival. No ra
 of the store would block it.
 
 All members arrive before any hub connects to another, and a rank that cannot connect tells the others in the store.
+Every rank brings a card with facts about its process. The cards of all ranks show which ranks share a host.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,7 +29,14 @@ from legacy_ddp._watchdog.client import decode_endpoint
 from legacy_ddp._watchdog.process import boot_id
 
 ARITY = 32  # hubs below a hub
-FACTS = ("boot", "network", "user")
+MAX_RANKS = 256  # on a host: more were not tried
+# Of a process, with what different facts mean.
+_MEANINGS = {
+    "boot": "they run on different hosts",
+    "network": "they run in different network namespaces",
+    "user": "they belong to different users",
+}
+FACTS = tuple(_MEANINGS)
 
 _BEGINS, _ARRIVALS, _ERROR, _HUBS = "begins", "arrivals", "error", "hubs"
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
@@ -298,3 +306,32 @@ def _ask_until(is_done: Callable[[], bool], check: Callable[[], None]) -> None:
         check()
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def find_hosts(cards: Sequence[Mapping[str, Any]]) -> list[tuple[int, ...]]:
+    """The ranks of every host, ascending; the hosts in the order of their lowest ranks."""
+    hosts: dict[int, list[int]] = {}
+    for rank, card in enumerate(cards):
+        hosts.setdefault(card["hub"], []).append(rank)
+    return [tuple(ranks) for ranks in hosts.values()]
+
+
+def why_gloo(cards: Sequence[Mapping[str, Any]]) -> str:
+    """Why the ranks of these cards use gloo alone; empty if the ranks of each host can share memory.
+
+    Possible are one host, and hosts with equal numbers of ranks, at least two: every part of the gradients then has an
+    owner on every host.
+    """
+    for rank, card in enumerate(cards):
+        if card["problem"]:
+            return f"rank {rank}: {card['problem']}"
+    hosts = find_hosts(cards)
+    sizes = {len(ranks) for ranks in hosts}
+    if max(sizes) > MAX_RANKS:
+        return f"{max(sizes)} ranks on a host, more than {MAX_RANKS}"
+    if len(hosts) == 1 or (len(sizes) == 1 and sizes != {1}):
+        return ""
+    other = hosts[1][0]
+    meaning = next(meaning for fact, meaning in _MEANINGS.items() if cards[other][fact] != cards[0][fact])
+    numbers = "one rank each" if sizes == {1} else f"unequal numbers of ranks, {min(sizes)} to {max(sizes)}"
+    return f"ranks 0 and {other}: {meaning}, with {numbers}"

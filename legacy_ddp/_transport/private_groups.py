@@ -6,7 +6,7 @@ Collective: the first call on a parent group, by its members alone. ``new_group`
 the whole world, and its names depend on the number of groups that a rank already owns.
 
 The members first connect in a tree of stars (:mod:`~legacy_ddp._transport.first_meeting`). The gloo group for gradients
-connects afterwards.
+connects afterwards. Between hosts, the ranks of equal index on their hosts form a gloo group.
 """
 
 import atexit
@@ -37,8 +37,8 @@ from legacy_ddp._errors import (
     argument_errors,
 )
 from legacy_ddp._interrupts import OwnedLock, run_in_children
-from legacy_ddp._text import error_text
-from legacy_ddp._transport.first_meeting import meet_members
+from legacy_ddp._text import error_text, system_error_text
+from legacy_ddp._transport.first_meeting import find_hosts, meet_members, why_gloo
 from legacy_ddp._transport.star import Star
 from legacy_ddp._watchdog import Watchdog, await_turn, forget_turn
 
@@ -400,6 +400,35 @@ def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None, *, for_w
                 f"first collective on this process group failed: {error_text(error)}", phase="agree"
             ) from error
     return groups
+
+
+def join_hosts(groups: Groups, first_problem: Callable[[str], str]) -> None:
+    """Collective: connect the hosts, or note in ``groups`` why only gloo is used. Equal on all ranks.
+
+    ``first_problem``: collective, the first text of any rank.
+    """
+    reason, hosts, between = why_gloo(groups.cards), find_hosts(groups.cards), list[Any]()
+
+    def connect() -> None:
+        # To the ranks of equal index on the other hosts: they own the same part of the gradients.
+        number, ranks = next(each for each in enumerate(hosts) if groups.rank in each[1])
+        between.append(groups.connect_gloo(f"hosts, index {ranks.index(groups.rank)}", number, len(hosts)))
+
+    if not reason and len(hosts) > 1:
+        reason = first_problem(_problem_of(lambda: check_descriptors(descriptors_of_gloo(len(hosts)))))
+        reason = reason or first_problem(_problem_of(connect))
+    if not reason:
+        groups.use_hosts(hosts, between[0] if between else None)
+    groups.host_problem = reason
+
+
+def _problem_of(step: Callable[[], None]) -> str:
+    """Why ``step`` failed on this rank; empty if it did not."""
+    try:
+        step()
+    except (OSError, RuntimeError) as error:
+        return f"no connection between hosts ({system_error_text(error)})"
+    return ""
 
 
 @cache
