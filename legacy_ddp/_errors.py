@@ -191,7 +191,6 @@ def add_explanation(error: BaseException) -> None:
 
 
 def _is_of_library(trace: TracebackType | None) -> bool:
-    """Whether the frame that raised belongs to the library."""
     return all(frame.f_code.co_filename.startswith(_LIBRARY) for frame, _ in list(traceback.walk_tb(trace))[-1:])
 
 
@@ -232,11 +231,7 @@ def lazy_names(package: str, modules: Mapping[str, str], submodules: Collection[
 
 
 def check_system() -> None:
-    """Refuse a system that is neither Linux nor like it, such as Windows.
-
-    Raises:
-        ImportError: Python has no fcntl here.
-    """
+    """Refuse a system that is neither Linux nor like it, such as Windows."""
     try:
         import_module("fcntl")
     except ModuleNotFoundError:

@@ -79,7 +79,6 @@ class OwnedLock(Generic[T]):
             self._holder.pop(None, None)
 
     def locked(self) -> bool:
-        """Whether anybody holds the lock."""
         return bool(self._holder)
 
 

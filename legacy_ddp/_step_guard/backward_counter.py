@@ -166,7 +166,6 @@ def only_backward_hook(parameter: torch.Tensor) -> BackwardHook | None:
 
 
 def remove_hooks(handles: list[RemovableHandle]) -> None:
-    """Remove the hooks, and empty the list."""
     while handles:
         handles[-1].remove()
         handles.pop()

@@ -45,7 +45,6 @@ class StepClock:
     _mark: float = field(default_factory=perf_counter)  # the time up to here is divided
 
     def begin(self) -> None:
-        """A forward pass begins, or a call."""
         now, mark = perf_counter(), self._mark
         if self.accumulated > mark:
             self.backward += self.accumulated - mark
@@ -54,7 +53,6 @@ class StepClock:
         self._mark = now
 
     def end_forward(self) -> None:
-        """A forward pass has ended."""
         now = perf_counter()
         self.forward += now - self._mark
         self._mark = now
@@ -66,7 +64,6 @@ class StepClock:
         return parts
 
     def end_call(self) -> None:
-        """A call has ended, and the next step begins."""
         self._mark = perf_counter()
 
 
@@ -99,7 +96,6 @@ class OpenPasses:
 
     @property
     def last_open(self) -> int:
-        """The number of the last open pass, -1 without one."""
         return max(self.numbers, default=-1)
 
     def has_failed_since(self, first: int, number: int) -> bool:
@@ -113,11 +109,7 @@ class OpenPasses:
 
 
 def check_complete(incomplete: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Refuse gradients with a part of a pass that an exception has ended. ``incomplete``: their names and gradients.
-
-    Raises:
-        GradientError: a gradient is not zero.
-    """
+    """Refuse gradients with a part of a pass that an exception has ended. ``incomplete``: their names and gradients."""
     if not incomplete:
         return
     names = [name for name, _ in incomplete]

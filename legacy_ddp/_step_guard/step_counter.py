@@ -140,7 +140,6 @@ class StepCounter(StepObserver):
         self._place = weakref.ref(place)  # last: with it the steps count
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the step."""
         if self._place is not None and self._used_gradients(optimizer):
             self._steps += 1
 

@@ -127,8 +127,6 @@ def meet_members(
 
 
 class _Meeting:
-    """The part of this rank in the first meeting."""
-
     def __init__(
         self, store: internals.Store, rank: int, timeout: timedelta, check_room: Callable[[int], None]
     ) -> None:
@@ -146,11 +144,7 @@ class _Meeting:
         self._token = secrets.token_hex(16)
 
     def join_host(self) -> None:
-        """Become the hub of the host, or connect to it. A rank that cannot connect is a host of its own.
-
-        Raises:
-            OSError: the store is gone.
-        """
+        """Become the hub of the host, or connect to it. A rank that cannot connect is a host of its own."""
         if self._store.add(self._host_key, 1) == 1:
             self._listen()
         else:
@@ -186,11 +180,7 @@ class _Meeting:
         self.card["problem"] = f"no connection on the host ({system_error_text(error)})"
 
     def connect(self) -> tuple[Star, list[Any]]:
-        """Collective: the tree as this rank sees it, and the cards of all ranks.
-
-        Raises:
-            PeerError: a rank cannot connect. SyncTimeoutError, PeerLostError: a rank was lost. The same on all ranks.
-        """
+        """Collective: the tree as this rank sees it, and the cards of all ranks."""
         try:
             star = self._make_star()
             cards = star.introduce(self.card, self.check)
@@ -237,7 +227,6 @@ class _Meeting:
         return Star(self._rank, above=above, host=host, hubs=hubs)
 
     def _count_on_host(self) -> int:
-        """The number of ranks that have connected to this hub on its host."""
         if self._listener is None:
             return 0
         return self._store.add(self._host_key, 0) - 1 - self._store.add(f"{self._host_key}/left", 0)
@@ -256,7 +245,6 @@ class _Meeting:
         self._store.set(_ERROR, json.dumps([type(error).__name__, str(error), error.ranks]))
 
     def check_error(self) -> None:
-        """Raise the error that a rank has told, if there is one."""
         if self._store.check([_ERROR]):
             kind, text, ranks = json.loads(self._store.get(_ERROR))
             raise _ERRORS[kind](text, ranks=tuple(ranks), phase="agree")

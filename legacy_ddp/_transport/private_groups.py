@@ -63,11 +63,7 @@ class GroupHandle:
         self._lost = lost
 
     def resolve(self) -> dist.ProcessGroup:
-        """The group to use.
-
-        Raises:
-            ValueError, TypeError: as :func:`resolve_group`; ValueError: the handle comes from a pickle.
-        """
+        """The group to use."""
         group = dist.group.WORLD if self._process_group is None else self._process_group
         if isinstance(group, dist.ProcessGroup) and group in internals.groups_of_torch() and not self._lost:
             return group
@@ -129,11 +125,7 @@ def descriptors_of_gloo(size: int) -> int:
 
 
 def check_descriptors(count: int) -> None:
-    """Check that this process can open ``count`` more descriptors.
-
-    Raises:
-        OSError: a limit of this process, with the numbers, or of the machine.
-    """
+    """Check that this process can open ``count`` more descriptors."""
     opened: list[int] = []
     try:
         for _ in range(count):
@@ -194,11 +186,7 @@ class Groups:
         self._payload = self.connect_gloo("payload", self.rank, self.size)
 
     def _check_room(self, ranks_below: int) -> None:
-        """Check that this process can open its connections, with as many ranks below it in the tree.
-
-        Raises:
-            OSError: a limit of open files.
-        """
+        """Check that this process can open its connections, with as many ranks below it in the tree."""
         check_descriptors(ranks_below + _OF_TREE + descriptors_of_gloo(self.size) + _WATCHDOG)
 
     def timeout(self, seconds: float | None) -> timedelta:
@@ -213,9 +201,6 @@ class Groups:
         ranks.
 
         ``rank``: the number of this rank in the new group.
-
-        Raises:
-            RuntimeError: a rank did not connect in time, or the store is gone.
         """
         return internals.connect_gloo(internals.PrefixStore(name, self._store), rank, size, self._timeout)
 
@@ -224,9 +209,6 @@ class Groups:
 
         Returns:
             The new watchdog, None without a new watchdog.
-
-        Raises:
-            OSError: the report file or the socket cannot be opened.
         """
         if self.endpoints_exchanged or self.watchdog is not None or self.size == 1 or checks.level == "off":
             return None
@@ -247,11 +229,7 @@ class Groups:
             self.watchdog.note_wrapper()
 
     def payload(self, device: torch.device) -> Any:
-        """The group that carries tensors of ``device``: the private group for CPU and on gloo, else the user's group.
-
-        Raises:
-            ValueError: the user's group has no backend for this device.
-        """
+        """The group for tensors of ``device``: the private group for CPU and on gloo, else the user's group."""
         parent = self._parent()
         if parent is None or device.type == "cpu" or self.size == 1:
             return self._payload
@@ -287,7 +265,6 @@ class Groups:
         return None if parent is None or self.size == 1 else internals.counting_device(parent)
 
     def is_private(self, group: Any) -> bool:
-        """Whether ``group`` is a private group, on gloo."""
         return any(group is private for private in (self._payload, self.between))
 
     def mark_failed(self, error: BaseException) -> None:
@@ -354,9 +331,6 @@ def _call_all(functions: Sequence[Callable[[], None]]) -> None:
 def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
     """Refuse a call in a forked child: the child has the sockets of the group but not its threads, and would wait for
     ever.
-
-    Raises:
-        LegacyDDPError: ``parent`` has several ranks, and was started before the fork of this process.
     """
     process = inherited.get(parent)
     if process is not None and parent.size() > 1:
@@ -423,7 +397,6 @@ def join_hosts(groups: Groups, first_problem: Callable[[str], str]) -> None:
 
 
 def _problem_of(step: Callable[[], None]) -> str:
-    """Why ``step`` failed on this rank; empty if it did not."""
     try:
         step()
     except (OSError, RuntimeError) as error:

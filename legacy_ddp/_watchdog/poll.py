@@ -98,22 +98,18 @@ class Row:
 
     @property
     def left_after_loss(self) -> bool:
-        """Whether the rank left because of the loss of a rank."""
         return self.note.startswith(LEFT_AFTER_LOSS)
 
     @property
     def left_normally(self) -> bool:
-        """Whether the rank left without an error, while other ranks made further calls."""
         return self.note.startswith(LEFT_NORMALLY)
 
     @property
     def left_after_a_signal(self) -> bool:
-        """Whether the rank left by itself, after a signal."""
         return self.left_normally and AFTER_A_SIGNAL in self.note
 
     @property
     def is_in_debugger(self) -> bool:
-        """Whether a debugger stopped the rank on purpose and may continue."""
         return self.sample is not None and self.sample.phase == DEBUGGER
 
     @property
@@ -220,7 +216,6 @@ class GroupView:
 
 
 def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
-    """The answer of this rank to a status request, ready for JSON."""
     states = {str(peer.rank): state_of(peer) for peer in peers if peer is not None}
     return {
         "sample": asdict((status.activity if status.in_call else process_activity).sample()),

@@ -42,7 +42,6 @@ class Identity:
 
 
 def own_identity() -> Identity:
-    """The identity of this process."""
     return Identity(printable(socket.gethostname()), os.getpid(), _started(os.getpid()), _machine(), _network())
 
 

@@ -149,7 +149,6 @@ def format_loss(row: Row, reason: str, missing: str = "") -> str:
 
 
 def process_text(row: Row) -> str:
-    """The state of the process, as far as known."""
     if row.has_ended:
         return DEAD
     process = row.process or _UNSEEN.get(row.outcome, "not visible")
@@ -179,7 +178,6 @@ def _late_payload(rows: Sequence[Row]) -> str:
 
 
 def _payload_text(rows: Sequence[Row]) -> str:
-    """The ranks that wait for a payload, with their devices."""
     seconds = max((row.payloads.seconds for row in rows), default=0.0)
     ranks: dict[str, list[int]] = {}
     for row in rows:
@@ -214,7 +212,6 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
 
 
 def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
-    """The possible reasons of ranks that made fewer calls and left without an error, and what to do."""
     ranks = [rank for rank in missing if rows[rank].left_normally]
     if not ranks:
         return []
@@ -357,8 +354,6 @@ def _wrap(text: str, indent: int = 2) -> list[str]:
 
 
 class WarningPolicy:
-    """The warnings of a watchdog, call after call."""
-
     def __init__(self, rank: int, file: ReportFile, warn_after_seconds: float) -> None:
         self._rank = rank
         self._logger = logger_of(rank)
@@ -383,7 +378,6 @@ class WarningPolicy:
         return True
 
     def end_check(self) -> None:
-        """End the check begun by :meth:`is_due`."""
         self._is_checking = False
 
     def warn(self, report: Report) -> None:
@@ -433,7 +427,6 @@ class WarningPolicy:
 
 
 def _fields(event: str, report: Report) -> dict[str, Any]:
-    """The attributes of a log record about ``report``."""
     ranks = list(report.missing)
     place = {"call": report.call, "phase": report.phase or None, "seconds": report.seconds}
     return {"event": event, **place, "ranks": ranks, "report": report.facts}

@@ -49,11 +49,7 @@ _FRESH_SECONDS = 2.0
 
 
 class Watchdog:
-    """The watchdog of one rank on one process group.
-
-    Raises:
-        OSError: no report file can be made in ``report_dir``, no socket can be made, or no thread can be started.
-    """
+    """The watchdog of one rank on one process group."""
 
     def __init__(
         self, rank: int, size: int, *, warn_after_seconds: float, report_dir: str | os.PathLike[str] | None
@@ -90,7 +86,6 @@ class Watchdog:
         self._server.start(self._view.peers[(self.rank + 1) % len(self._view.peers)])
 
     def note_wrapper(self) -> None:
-        """A wrapper makes calls on the group: reports may name what only a wrapper has."""
         self._status.has_wrapper = True
 
     def begin(self, call: str, *, warns: bool) -> None:
@@ -151,7 +146,6 @@ class Watchdog:
         broadcast_failure(self._view, failure)
 
     def processes(self, ranks: Iterable[int]) -> list[Identity]:
-        """The known processes of ``ranks``, without this process."""
         return [peer.identity for peer in self._view.others(ranks)]
 
     def close(self) -> None:
