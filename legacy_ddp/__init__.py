@@ -20,8 +20,9 @@ from legacy_ddp._errors import (
     TraceError,
     TransportError,
     UnsynchronizedStepError,
+    check_system,
+    lazy_names,
 )
-from legacy_ddp._imports import check_system, lazy_names
 from legacy_ddp._statistics import NoiseScale
 
 check_system()

@@ -27,10 +27,7 @@ _NAMES_SEPARATOR = ":"
 def resolve_checks(checks: Level | Checks) -> Checks:
     """The checks of the caller, with the level and the fields in ``LEGACY_DDP_CHECKS``.
 
-    Raises:
-        TypeError: neither a level nor a :class:`Checks`.
-        ValueError: an unknown level, here or in the environment; an unknown name or value in the environment; a setting
-            without effect at its level. Only the settings of the environment must have an effect at its level.
+    Only the settings of the environment must have an effect at its level.
     """
     asked = as_checks(checks)
     given = {name: value for name, value in _given().items() if name != _TIMEOUT}
@@ -45,11 +42,7 @@ def resolve_checks(checks: Level | Checks) -> Checks:
 
 
 def resolve_timeout(seconds: float | None) -> float | None:
-    """The limit of a wait: ``timeout_seconds`` in ``LEGACY_DDP_CHECKS``, else of the caller.
-
-    Raises:
-        ValueError: no positive number of seconds in the environment.
-    """
+    """The limit of a wait: ``timeout_seconds`` in ``LEGACY_DDP_CHECKS``, else of the caller."""
     chosen = _given().get(_TIMEOUT, seconds)
     if chosen is not seconds and not is_duration(chosen):
         raise ValueError(
@@ -60,11 +53,7 @@ def resolve_timeout(seconds: float | None) -> float | None:
 
 
 def resolve_transport(transport: Transport) -> Transport:
-    """The transport to use: of the environment if ``LEGACY_DDP_TRANSPORT`` is set, else of the caller.
-
-    Raises:
-        ValueError: unknown, here or in the environment.
-    """
+    """The transport to use: of the environment if ``LEGACY_DDP_TRANSPORT`` is set, else of the caller."""
     chosen = os.environ.get(TRANSPORT_VARIABLE)
     if chosen and chosen not in TRANSPORTS:
         raise ValueError(f"environment variable {TRANSPORT_VARIABLE}: got {chosen!r}, expected one of {TRANSPORTS}")
@@ -72,11 +61,7 @@ def resolve_transport(transport: Transport) -> Transport:
 
 
 def _given() -> dict[str, Any]:
-    """The settings in ``LEGACY_DDP_CHECKS`` by name.
-
-    Raises:
-        ValueError: an unknown name, or a name twice.
-    """
+    """The settings in ``LEGACY_DDP_CHECKS`` by name."""
     given: dict[str, Any] = {}
     for item in filter(None, map(str.strip, os.environ.get(CHECKS_VARIABLE, "").split(","))):
         name, is_named, text = map(str.strip, item.partition("="))

@@ -1,4 +1,4 @@
-"""The tree of exceptions.
+"""The tree of exceptions, and the import of the package: names imported at their first use, and refused systems.
 
 LegacyDDPError(RuntimeError)
 ├── AgreedError            raised on all ranks: same type, ranks and text on every rank;
@@ -21,9 +21,11 @@ LegacyDDPError(RuntimeError)
 
 import inspect
 import os
+import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ContextDecorator
+from importlib import import_module
 from types import TracebackType
 from typing import Any, ClassVar, Never, ParamSpec, TypeVar
 
@@ -189,7 +191,6 @@ def add_explanation(error: BaseException) -> None:
 
 
 def _is_of_library(trace: TracebackType | None) -> bool:
-    """Whether the frame that raised belongs to the library."""
     return all(frame.f_code.co_filename.startswith(_LIBRARY) for frame, _ in list(traceback.walk_tb(trace))[-1:])
 
 
@@ -209,3 +210,33 @@ def show_usable(function: Callable[_P, _T]) -> Callable[_P, _T]:
     usable = [each for each in signature.parameters.values() if each.annotation is not Never]
     vars(function)["__signature__"] = signature.replace(parameters=usable)
     return function
+
+
+def lazy_names(package: str, modules: Mapping[str, str], submodules: Collection[str] = ()) -> Callable[[str], Any]:
+    """A ``__getattr__`` for ``package`` (PEP 562): imports a name at its first use.
+
+    ``modules``: the module of each name. ``submodules``: modules of the package that are names themselves.
+    """
+
+    def find(name: str) -> Any:
+        if name in submodules:
+            return import_module(f"{package}.{name}")  # the import makes it an attribute of the package
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(modules[name]), name)
+        setattr(sys.modules[package], name, value)  # the next use costs no call
+        return value
+
+    return find
+
+
+def check_system() -> None:
+    """Refuse a system that is neither Linux nor like it, such as Windows."""
+    try:
+        import_module("fcntl")
+    except ModuleNotFoundError:
+        raise import_error(
+            "legacy_ddp does not run on this system: got a Python without fcntl "
+            f"(sys.platform {sys.platform!r}), expected Linux, or macOS without shared memory; "
+            "on Windows use the Windows Subsystem for Linux"
+        ) from None

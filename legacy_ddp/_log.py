@@ -135,14 +135,12 @@ def _log_warning(rank: int, text: str) -> None:
 
 
 def log_construction(rank: int, describe: Callable[[], str]) -> None:
-    """Log a new wrapper, level INFO."""
     logger = logger_of(rank)
     if logger.isEnabledFor(logging.INFO):
         logger.info("new wrapper: %s", describe().replace("\n", "; "), extra={"event": "construction"})
 
 
 def log_transport(rank: int, transport: str) -> None:
-    """Log the choice of a transport, level INFO."""
     logger_of(rank).info("transport: %s", transport, extra={"event": "transport"})
 
 
@@ -176,7 +174,6 @@ class _DefaultHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line, or the lines of a report."""
         if is_configured():  # a handler of the script writes the record
             return
         try:
@@ -197,7 +194,6 @@ class _JsonFormatter(logging.Formatter):
     """A line of JSON for each record: time (UTC), level, logger, the attributes that are not None, message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         facts = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -269,11 +265,7 @@ def _is_inner(frame: FrameType) -> bool:
 
 
 def check_variables() -> None:
-    """Refuse an unknown value of ``LEGACY_DDP_LOG`` or ``LEGACY_DDP_TRACEBACK``.
-
-    Raises:
-        ValueError: with the value.
-    """
+    """Refuse an unknown value of ``LEGACY_DDP_LOG`` or ``LEGACY_DDP_TRACEBACK``."""
     if unknown := [item for item in _log_items() if item not in (*_FORMS, *_LEVELS)]:
         raise ValueError(
             f"environment variable {LOG_VARIABLE}: got {unknown[0]!r}, expected some of {(*_FORMS, *_LEVELS)}, "
@@ -312,7 +304,6 @@ class ShortDisplay:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Show ``error``, as ``sys.excepthook`` does."""
         if os.environ.get(TRACEBACK_VARIABLE) not in (None, "", "short"):
             self._previous(kind, error, trace)
         elif (elsewhere := vars(error).get(_ELSEWHERE)) and _next(error) is None:

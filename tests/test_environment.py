@@ -117,8 +117,11 @@ def test_the_level_of_the_environment_may_leave_any_setting_of_the_script_withou
 def _call_without_rank_1(rank: int) -> None:
     os.environ["LEGACY_DDP_CHECKS"] = "timeout_seconds=0.5"
     if rank == 0:
-        with pytest.raises(SyncTimeoutError, match=r"rank 1 did not arrive within 0\.5 s"):
+        with pytest.raises(SyncTimeoutError, match=r"rank 1 did not arrive within 0\.5 s") as caught:
             all_reduce_gradients(nn.Linear(2, 1))
+        assert "a call under a condition such as if rank == 0 (make it" in str(caught.value)
+        assert "LEGACY_DDP_CHECKS=timeout_seconds=..." in str(caught.value)
+        assert "wrapper" not in str(caught.value)
     dist.barrier()
 
 

@@ -44,7 +44,8 @@ from legacy_ddp._replicas.state import SharedBuffers
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._reproducible.partial_sums import LeafSums, PartialSums
 from legacy_ddp._step_guard import backward_counter, guard, step_counter
-from legacy_ddp._step_guard.backward_counter import BackwardCounter, BackwardHook, StepPolicy, remove_hooks
+from legacy_ddp._step_guard.backward_counter import BackwardCounter, BackwardHook, remove_hooks
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._torch import tensors
 from legacy_ddp._torch.device import Reader
 from legacy_ddp._transport import private_groups

@@ -11,10 +11,7 @@ PACKAGE = Path(legacy_ddp.__file__).parent
 LAYERS = (
     "_statistics",
     "_text",
-    "_compare",
     "_errors",
-    "_imports",
-    "_fork",
     "_interrupts",
     "_torch",
     "_log",

@@ -7,8 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp import LayoutError
-from legacy_ddp._compare import MAX_LINES, compare_groups, compare_rows, name_ranks
-from legacy_ddp._text import MAX_LINE, MAX_TEXT, error_line, error_text, first_line
+from legacy_ddp._text import (
+    MAX_LINE,
+    MAX_LINES,
+    MAX_TEXT,
+    compare_groups,
+    compare_rows,
+    error_line,
+    error_text,
+    first_line,
+    name_ranks,
+)
 
 
 def test_equal_rows_are_no_finding() -> None:

@@ -25,7 +25,6 @@ from legacy_ddp._agreement.header import (
 )
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE
 from legacy_ddp._buckets.layout import MODULE
-from legacy_ddp._compare import Finding, compare_groups, compare_rows, group_ranks, name_ranks
 from legacy_ddp._errors import (
     AgreedError,
     DesyncError,
@@ -36,8 +35,8 @@ from legacy_ddp._errors import (
 )
 from legacy_ddp._log import script_lines
 from legacy_ddp._reproducible.tree_reduce import format_splits, is_aligned
-from legacy_ddp._step_guard.surroundings import closure_advice, closure_owner, local_work
-from legacy_ddp._text import error_text, list_some, wrap
+from legacy_ddp._step_guard.policy import closure_advice, closure_owner, local_work
+from legacy_ddp._text import Finding, compare_groups, compare_rows, error_text, group_ranks, list_some, name_ranks, wrap
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.rows import Operation
 

@@ -73,7 +73,7 @@ class Header:
     ``issued``: collectives that the script has issued on its own group since the last call. ``sample_size``: number of
     items. ``mask``: fingerprint of the kinds of all gradients. ``norm_bits``: norm of the local gradient.
     ``waited_seconds``: for the headers of the last all_reduce. ``data_seconds``, ``forward_seconds``,
-    ``backward_seconds``: parts of the step of the rank, from its last call to this call (``_step_guard/step_clock``);
+    ``backward_seconds``: parts of the step of the rank, from its last call to this call (``_step_guard/policy``);
     0 with checks off. ``replica``: digest of the state that replicas share. ``gradients``: digest of the gradients in
     check_replicas(); in an all_reduce on a device what is known there about the gradients of earlier calls
     (``_collectives/late_nonfinite``). ``generators``: digest of the random generators, which may differ; in an

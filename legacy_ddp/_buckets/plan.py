@@ -28,7 +28,7 @@ from legacy_ddp._buckets.layout import Bucket, Layout, describe_module, distinct
 from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import BackwardCounter, PassiveHook, only_backward_hook, remove_hooks
-from legacy_ddp._step_guard.frozen_gradients import FrozenGradients
+from legacy_ddp._step_guard.guard import FrozenGradients
 
 _WALKS = frozenset({"named_parameters", "named_modules", "_named_members"})
 # Smaller gradients are cheaper to copy all together. Other devices copy all together at any size: not measured there.

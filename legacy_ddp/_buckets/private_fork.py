@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from legacy_ddp._fork import run_in_children
+from legacy_ddp._interrupts import run_in_children
 
 _MAP_FIXED, _MAP_FIXED_NOREPLACE = 0x10, 0x100000  # as in the headers of Linux
 _READ_WRITE, _NO_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE, 0

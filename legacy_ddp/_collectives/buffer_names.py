@@ -6,9 +6,9 @@ from typing import Any
 from legacy_ddp._agreement.agree import Agreement, agreed_error
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
-from legacy_ddp._compare import Finding, compare_groups
 from legacy_ddp._errors import LayoutError
 from legacy_ddp._replicas.state import named_buffers
+from legacy_ddp._text import Finding, compare_groups
 from legacy_ddp._transport.private_groups import Groups
 
 MAX_WARNINGS = 5  # of a wrapper: a cache may have a buffer for every size of its inputs

@@ -28,7 +28,6 @@ from legacy_ddp._collectives.untrained import (
     LocalStepsAlone,
     UntrainedParameters,
 )
-from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_late_rank, warn
 from legacy_ddp._statistics import (
@@ -41,6 +40,7 @@ from legacy_ddp._statistics import (
 )
 from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._step_guard.step_counter import StepCounter
+from legacy_ddp._text import compare_rows, name_ranks
 from legacy_ddp._torch.device import which_nonzero
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups

@@ -22,11 +22,10 @@ from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.layout import as_real
 from legacy_ddp._collectives.reduce import Payload, Reducer, fill_missing
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import CommHookError, LegacyDDPError
-from legacy_ddp._fork import run_in_children
+from legacy_ddp._interrupts import run_in_children
 from legacy_ddp._settings import CommHook
-from legacy_ddp._text import error_text
+from legacy_ddp._text import error_text, name_ranks
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.wait import SLICE
 

@@ -17,11 +17,10 @@ from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed, norm_of, pieces_of
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import EditedGradientError
 from legacy_ddp._statistics import RECENT_NORMS, LimitDetector, comparable_norm
 from legacy_ddp._step_guard.step_counter import unscaled_ids, watch_scalers
-from legacy_ddp._text import wrap
+from legacy_ddp._text import name_ranks, wrap
 
 _SAMPLE = 2**16  # elements that are searched for the greatest
 _EQUAL_GREATEST = 3  # calls with the same greatest element, among the last _GREATEST_CALLS with edited gradients

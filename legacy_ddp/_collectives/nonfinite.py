@@ -17,11 +17,10 @@ from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._check_settings import LossScaler, Nonfinite
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed
-from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import NonFiniteGradientError
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.step_counter import used_scaler, watch_scalers
-from legacy_ddp._text import TIE, error_line, wrap
+from legacy_ddp._text import MAX_LINES, TIE, error_line, name_ranks, wrap
 from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups

@@ -24,7 +24,7 @@ from legacy_ddp._collectives.metrics import fingerprint_names, read_metrics
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
-from legacy_ddp._step_guard.open_passes import check_complete
+from legacy_ddp._step_guard.policy import check_complete
 from legacy_ddp._torch import device as devices
 from legacy_ddp._torch.device import have_nonzero
 from legacy_ddp._transport.call import Call, check_can_communicate

@@ -30,8 +30,9 @@ from legacy_ddp._record import NoMetrics, SyncRecord
 from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import PassiveHook, StepPolicy, watch_uses
+from legacy_ddp._step_guard.backward_counter import PassiveHook, watch_uses
 from legacy_ddp._step_guard.guard import guard_steps
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._text import printable
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.private_groups import groups_of, inherited, refuse_inherited
@@ -153,7 +154,8 @@ class Synchronizer:
             refuse_inherited(group, operation)
         found = self.on_groups.get(group)
         if found is None:
-            groups = groups_of(group, self.settings.timeout_seconds)
+            is_function = self.settings.by_environment
+            groups = groups_of(group, self.settings.timeout_seconds, for_wrapper=not is_function)
             transport = Transport(groups, self.planner, self.leaves, self.warnings)
             found = self.on_groups[group] = _OnGroup(GroupState(groups), transport)
         return Call(found.state, operation, self.settings, self.module_class)

@@ -18,11 +18,12 @@ from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.flat_buffer import ABSENT
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._log import warn
-from legacy_ddp._step_guard.backward_counter import StepPolicy, waiting_for_call
+from legacy_ddp._step_guard.backward_counter import waiting_for_call
 from legacy_ddp._step_guard.guard import hooks_of_script
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._step_guard.step_counter import StepObserver
+from legacy_ddp._text import name_ranks
 from legacy_ddp._torch import device as devices
 
 _CLEARED_CALLS = 5

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from legacy_ddp._buckets.layout import fingerprint
-from legacy_ddp._compare import Difference, compare_rows, name_ranks
+from legacy_ddp._text import Difference, compare_rows, name_ranks
 
 _BUFFERS = "only buffers differ"
 _LOCAL_BUFFERS = (

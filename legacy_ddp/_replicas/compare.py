@@ -9,7 +9,6 @@ import torch
 
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.layout import fingerprint
-from legacy_ddp._compare import compare_groups, group_ranks, name_ranks
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,
@@ -27,6 +26,7 @@ from legacy_ddp._replicas.element_compare import ElementDifference, compare_elem
 from legacy_ddp._replicas.optimizer_entries import Kind, count_holders, explain_loss, group_entries
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport, unlike_tensors
 from legacy_ddp._replicas.state import KINDS, StateItem, describe_items, digest_items
+from legacy_ddp._text import compare_groups, group_ranks, name_ranks
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.rows import Operation
 

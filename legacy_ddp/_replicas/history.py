@@ -21,7 +21,7 @@ from legacy_ddp._replicas.digest import Begun, begin_checksum, begin_lists, dige
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests, parameter_groups
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._step_guard.step_counter import StepObserver
 from legacy_ddp._torch.device import Reader
 from legacy_ddp._transport.call import Call

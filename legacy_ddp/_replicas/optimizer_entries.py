@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from legacy_ddp._compare import MAX_SIDES, MISSING, Difference, name_ranks
 from legacy_ddp._replicas.state import EARLIER_STATE, MEMBERSHIP, NONE, WEIGHTS
+from legacy_ddp._text import MAX_SIDES, MISSING, Difference, name_ranks
 
 _PARTS = re.compile(r"(optimizer \d+: )?(.+?)(?: of ('.*'|\".*\"|parameter group \d+))?", re.DOTALL)
 _SCALAR = re.compile(r"(\w+ \(\)(?: on \w+)?) (\S+(?: \(.*\))?)")  # a number in the texts of describe_items()

@@ -4,11 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from legacy_ddp._compare import MAX_LINES, MAX_SIDES, MISSING, Difference, name_ranks
 from legacy_ddp._replicas.attribution import NOTHING, Verdict
 from legacy_ddp._replicas.element_compare import ElementDifference
 from legacy_ddp._replicas.optimizer_entries import Kind, group_entries, has_tensor, plain_numbers, tensor_type
-from legacy_ddp._text import first_few, wrap
+from legacy_ddp._text import MAX_LINES, MAX_SIDES, MISSING, Difference, first_few, name_ranks, wrap
 
 _wrap = partial(wrap, break_words=False)  # a user may search for a long name
 MAX_RANKS = 2  # ranks with element differences in the text, for each tensor

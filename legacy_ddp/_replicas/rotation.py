@@ -24,7 +24,7 @@ from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import gather_digests
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._text import list_some
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups

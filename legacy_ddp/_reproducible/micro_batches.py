@@ -20,7 +20,7 @@ from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._errors import GradientError, LegacyDDPError
 from legacy_ddp._reproducible.partial_sums import LeafSums
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
-from legacy_ddp._step_guard.open_passes import check_complete
+from legacy_ddp._step_guard.policy import check_complete
 from legacy_ddp._text import error_line
 from legacy_ddp._torch.device import have_nonzero
 

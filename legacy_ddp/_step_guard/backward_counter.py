@@ -10,7 +10,7 @@ of the model, and with ``create_graph=True``.
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from operator import contains, is_
 from threading import get_ident
@@ -22,63 +22,14 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._step_guard.open_passes import OpenPasses
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._step_guard.result_sums import LastResult, ResultSums
-from legacy_ddp._step_guard.step_clock import StepClock
 
 _ANY_VERSION = -1  # of a parameter after a failed call
 _Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
 _counts: dict[int, list[int]] = {}  # of every counter that exists
 _divided: dict[int, set[int]] = {}  # the same
 _sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
-
-
-policies: "list[weakref.ref[StepPolicy]]" = []  # of every counter that exists
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class StepPolicy:
-    """Whether steps are guarded, which ``no_sync()`` blocks are open, and the parts of the present step.
-
-    ``module_class``: of the wrapped module, empty for parameters without one. ``has_leaves``: gradients were removed
-    from ``.grad`` to be summed, and wait for the call. ``has_local_steps``: a step inside a ``no_sync()`` block has
-    used gradients since the last call. ``has_stepped_locally``: the same, until a check has counted the step.
-    ``idle_calls``: the calls inside such blocks since then. ``passes``: that an exception has ended, or that still run.
-    """
-
-    guarded: bool
-    module_class: str = ""
-    has_leaves: bool = False
-    has_local_steps: bool = False
-    has_stepped_locally: bool = False
-    idle_calls: int = 0
-    passes: OpenPasses = field(default_factory=OpenPasses)
-    clock: StepClock = field(default_factory=StepClock)
-    # The thread of each open no_sync() block, the outermost first. Blocks of two threads end in any order. The steps of
-    # a dictionary need no lock, and may be repeated after an exception.
-    open_blocks: dict[object, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        policies.append(weakref.ref(self, policies.remove))
-
-    @property
-    def sync_enabled(self) -> bool:
-        """Whether no ``no_sync()`` block is open in any thread."""
-        return not self.open_blocks
-
-    @property
-    def block_thread(self) -> int:
-        """The thread of the outermost ``no_sync()`` block, 0 without one."""
-        return next(iter(tuple(self.open_blocks.values())), 0)
-
-    def open_block(self, block: object) -> bool:
-        """Note a ``no_sync()`` block. Returns whether the block is the outermost block."""
-        self.open_blocks[block] = get_ident()
-        return next(iter(tuple(self.open_blocks))) is block
-
-    def close_block(self, block: object) -> None:
-        """A ``no_sync()`` block has ended, or was not opened."""
-        self.open_blocks.pop(block, None)
 
 
 class PassiveHook:
@@ -215,7 +166,6 @@ def only_backward_hook(parameter: torch.Tensor) -> BackwardHook | None:
 
 
 def remove_hooks(handles: list[RemovableHandle]) -> None:
-    """Remove the hooks, and empty the list."""
     while handles:
         handles[-1].remove()
         handles.pop()

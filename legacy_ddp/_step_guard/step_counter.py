@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._step_guard.backward_counter import BackwardHook, StepPolicy
+from legacy_ddp._step_guard.backward_counter import BackwardHook
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._torch import device as devices
 
 
@@ -139,7 +140,6 @@ class StepCounter(StepObserver):
         self._place = weakref.ref(place)  # last: with it the steps count
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the step."""
         if self._place is not None and self._used_gradients(optimizer):
             self._steps += 1
 

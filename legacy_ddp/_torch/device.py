@@ -42,13 +42,11 @@ def generator_state(device: torch.device) -> torch.Tensor:
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    """The inverse of :func:`generator_state`."""
     arguments = () if device.type == "mps" else (device,)
     _module_of(device).set_rng_state(state, *arguments)
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
-    """Seed the default generator of the current device of this kind."""
     _module_of(device).manual_seed(seed)
 
 
@@ -202,9 +200,6 @@ class Reader:
         """Let the next :meth:`read` call ``take`` with the numbers in ``vectors``, as of :func:`read_vectors`.
 
         The functions are called in the order in which they were added.
-
-        Raises:
-            TypeError, RuntimeError: a vector on a device has no memory, as inside of a function transform.
         """
         away = [vector for vector in vectors if vector.device.type != "cpu"]
         for vector in away:
@@ -240,7 +235,6 @@ class Reader:
 
 
 def device_name(device: str) -> str:
-    """The name of a device and of its model."""
     name = getattr(_module_of(torch.device(device)), "get_device_name", None)
     return device if name is None or device == "cpu" else f"{device} ({name(torch.device(device))})"
 

@@ -77,7 +77,6 @@ _DISPATCH_CALL: Final[CodeType] = LowestMode.__torch_dispatch__.__code__
 
 
 def _pop_all() -> list[TorchDispatchMode]:
-    """The modes of the calling thread, lowest first."""
     modes = [_get_dispatch_stack_at(index) for index in range(_len_torch_dispatch_stack())]
     for _ in modes:
         _pop_torch_dispatch_stack(None)
@@ -107,12 +106,10 @@ def wraps_others(tensor: torch.Tensor) -> bool:
 
 
 def schema_of(function: Callable[..., Any]) -> torch.FunctionSchema | None:
-    """The schema of an operation; None for a higher-order operation."""
     return function._schema if isinstance(function, OpOverload) else None
 
 
 def tags_of(function: Callable[..., Any]) -> Sequence[torch.Tag]:
-    """The tags of an operation."""
     return function.tags if isinstance(function, OpOverload) else ()
 
 

@@ -27,9 +27,6 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     The constructor of ProcessGroupGloo alone would connect every rank to every other rank. The ring carries all_reduce
     and all_gather; it is connected here, because a thread of gloo aborts a process that later has no descriptor for a
     connection. Interfaces are chosen as by torch.
-
-    Raises:
-        RuntimeError: a rank did not connect in time, or the store is gone.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     gloo: Any = ProcessGroupGloo  # the stubs of torch lack these names

@@ -308,7 +308,6 @@ def attach_hooks(tensor: torch.Tensor) -> None:
 
 
 def inside_backward() -> bool:
-    """Whether the calling thread runs as part of a backward pass."""
     return current_backward() != -1
 
 
@@ -344,7 +343,6 @@ def profiler_range(*names: object) -> AbstractContextManager[object]:
 
 
 def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` records the calling thread."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -397,7 +395,6 @@ def inside_of_compiled(module: nn.Module) -> nn.Module:
 
 
 def has_compiled_call(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
 
 
@@ -461,7 +458,6 @@ def _run_post_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwa
 
 
 def unsaved_buffer_names(module: torch.nn.Module) -> set[str]:
-    """Names of the buffers that are not saved."""
     found: set[str] = set()
     for prefix, child in module.named_modules(remove_duplicate=False):
         found.update(_full_names(prefix, child._non_persistent_buffers_set))
@@ -481,7 +477,6 @@ def updated_statistics_names(module: torch.nn.Module) -> set[str]:
 
 
 def statistics_names(module: torch.nn.Module) -> set[str]:
-    """Names of the buffers of normalisation layers."""
     found: set[str] = set()
     for prefix, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, _NormBase):

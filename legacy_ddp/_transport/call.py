@@ -19,12 +19,11 @@ from legacy_ddp._interrupts import has_left
 from legacy_ddp._log import shorten_display
 from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
-from legacy_ddp._transport.host_meeting import join_hosts
-from legacy_ddp._transport.private_groups import Groups
+from legacy_ddp._transport.private_groups import Groups, join_hosts
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp._transport.wait import Gatherer
 from legacy_ddp._watchdog import USER_CODE, Watchdog, end_after, forget_turn, process_activity
-from legacy_ddp._watchdog.activity import ActivityMark, new_mark
+from legacy_ddp._watchdog.process import ActivityMark, new_mark
 
 _FIRST_WARNED_CALL = 3
 _NO_RANGE = nullcontext()
@@ -220,7 +219,7 @@ class Call(Gatherer):
         endpoints = self.gather_objects("" if watchdog is None else watchdog.endpoint().decode())
         if watchdog is not None:
             watchdog.start([endpoint.encode() for endpoint in endpoints])
-        join_hosts(self)
+        join_hosts(self.groups, self.first_problem)
         self.groups.endpoints_exchanged = True
 
     def mark_finished(self) -> None:

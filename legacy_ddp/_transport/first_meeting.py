@@ -5,6 +5,7 @@ arrive is its hub, and the hubs form a tree in the order of their arrival. No ra
 of the store would block it.
 
 All members arrive before any hub connects to another, and a rank that cannot connect tells the others in the store.
+Every rank brings a card with facts about its process. The cards of all ranks show which ranks share a host.
 """
 
 import hashlib
@@ -14,27 +15,42 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import LegacyDDPError, PeerError, PeerLostError, SyncTimeoutError
-from legacy_ddp._text import system_error_text
+from legacy_ddp._text import name_ranks, system_error_text
 from legacy_ddp._transport.star import Star, StarLostError
 from legacy_ddp._transport.star_sockets import HostListener, HubListener, connect_hubs, connect_on_host
 from legacy_ddp._watchdog.client import decode_endpoint
 from legacy_ddp._watchdog.process import boot_id
 
 ARITY = 32  # hubs below a hub
-FACTS = ("boot", "network", "user")
+MAX_RANKS = 256  # on a host: more were not tried
+# Of a process, with what different facts mean.
+_MEANINGS = {
+    "boot": "they run on different hosts",
+    "network": "they run in different network namespaces",
+    "user": "they belong to different users",
+}
+FACTS = tuple(_MEANINGS)
 
 _BEGINS, _ARRIVALS, _ERROR, _HUBS = "begins", "arrivals", "error", "hubs"
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
 _QUEUE = 4096  # connections that wait; the kernel may allow less (net.core.somaxconn, 4,096)
 _NAME = "first collective on this process group"
+# Why a rank is late: by whether a wrapper makes the first call, or the function.
+_LATE = {
+    True: "long work before the wrapper, such as preparing data (pass a longer timeout_seconds); an error (look at the "
+    "output of these processes); a rank without a wrapper, for example under a condition (construct it on "
+    "every rank of the group)",
+    False: "long work before the call, such as preparing data (set LEGACY_DDP_CHECKS=timeout_seconds=... to a longer "
+    "time); an error (look at the output of these processes); a call under a condition such as if rank == 0 (make it "
+    "on every rank of the group)",
+}
 _ERRORS = {kind.__name__: kind for kind in (PeerError, PeerLostError, SyncTimeoutError)}
 
 
@@ -71,7 +87,13 @@ def own_card() -> dict[str, str]:
 
 
 def meet_members(
-    store: internals.Store, rank: int, size: int, timeout: timedelta, check_room: Callable[[int], None]
+    store: internals.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    check_room: Callable[[int], None],
+    *,
+    has_wrapper: bool,
 ) -> Met:
     """Collective: wait for all members, and connect them.
 
@@ -93,7 +115,7 @@ def meet_members(
         except OSError as error:
             meeting.tell(meeting.error_of(error))
         try:
-            _await_members(store, of_generation, generation, size, timeout)
+            _await_members(store, of_generation, generation, size, timeout, _LATE[has_wrapper])
         except SyncTimeoutError as error:
             meeting.tell(error)  # to a rank that arrives later
             raise
@@ -105,8 +127,6 @@ def meet_members(
 
 
 class _Meeting:
-    """The part of this rank in the first meeting."""
-
     def __init__(
         self, store: internals.Store, rank: int, timeout: timedelta, check_room: Callable[[int], None]
     ) -> None:
@@ -124,11 +144,7 @@ class _Meeting:
         self._token = secrets.token_hex(16)
 
     def join_host(self) -> None:
-        """Become the hub of the host, or connect to it. A rank that cannot connect is a host of its own.
-
-        Raises:
-            OSError: the store is gone.
-        """
+        """Become the hub of the host, or connect to it. A rank that cannot connect is a host of its own."""
         if self._store.add(self._host_key, 1) == 1:
             self._listen()
         else:
@@ -164,11 +180,7 @@ class _Meeting:
         self.card["problem"] = f"no connection on the host ({system_error_text(error)})"
 
     def connect(self) -> tuple[Star, list[Any]]:
-        """Collective: the tree as this rank sees it, and the cards of all ranks.
-
-        Raises:
-            PeerError: a rank cannot connect. SyncTimeoutError, PeerLostError: a rank was lost. The same on all ranks.
-        """
+        """Collective: the tree as this rank sees it, and the cards of all ranks."""
         try:
             star = self._make_star()
             cards = star.introduce(self.card, self.check)
@@ -215,7 +227,6 @@ class _Meeting:
         return Star(self._rank, above=above, host=host, hubs=hubs)
 
     def _count_on_host(self) -> int:
-        """The number of ranks that have connected to this hub on its host."""
         if self._listener is None:
             return 0
         return self._store.add(self._host_key, 0) - 1 - self._store.add(f"{self._host_key}/left", 0)
@@ -234,7 +245,6 @@ class _Meeting:
         self._store.set(_ERROR, json.dumps([type(error).__name__, str(error), error.ranks]))
 
     def check_error(self) -> None:
-        """Raise the error that a rank has told, if there is one."""
         if self._store.check([_ERROR]):
             kind, text, ranks = json.loads(self._store.get(_ERROR))
             raise _ERRORS[kind](text, ranks=tuple(ranks), phase="agree")
@@ -256,7 +266,7 @@ class _Meeting:
 
 
 def _await_members(
-    store: internals.Store, of_generation: internals.Store, generation: int, size: int, timeout: timedelta
+    store: internals.Store, of_generation: internals.Store, generation: int, size: int, timeout: timedelta, reasons: str
 ) -> None:
     """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
     store.add(_ARRIVALS, 1)
@@ -268,9 +278,7 @@ def _await_members(
             missing = [other for other in range(size) if not of_generation.check([f"begun/{other}"])]
             raise SyncTimeoutError(
                 f"{_NAME}: {name_ranks(missing) if missing else 'a rank'} did not arrive within "
-                f"{timeout.total_seconds():g} s. Possible reasons: long work before the wrapper, such as preparing "
-                "data (pass a longer timeout_seconds); an error (look at the output of these processes); a rank "
-                "without a wrapper (construct it on every rank of the group)",
+                f"{timeout.total_seconds():g} s. Possible reasons: {reasons}",
                 ranks=missing,
                 phase="agree",
             )
@@ -286,3 +294,32 @@ def _ask_until(is_done: Callable[[], bool], check: Callable[[], None]) -> None:
         check()
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def find_hosts(cards: Sequence[Mapping[str, Any]]) -> list[tuple[int, ...]]:
+    """The ranks of every host, ascending; the hosts in the order of their lowest ranks."""
+    hosts: dict[int, list[int]] = {}
+    for rank, card in enumerate(cards):
+        hosts.setdefault(card["hub"], []).append(rank)
+    return [tuple(ranks) for ranks in hosts.values()]
+
+
+def why_gloo(cards: Sequence[Mapping[str, Any]]) -> str:
+    """Why the ranks of these cards use gloo alone; empty if the ranks of each host can share memory.
+
+    Possible are one host, and hosts with equal numbers of ranks, at least two: every part of the gradients then has an
+    owner on every host.
+    """
+    for rank, card in enumerate(cards):
+        if card["problem"]:
+            return f"rank {rank}: {card['problem']}"
+    hosts = find_hosts(cards)
+    sizes = {len(ranks) for ranks in hosts}
+    if max(sizes) > MAX_RANKS:
+        return f"{max(sizes)} ranks on a host, more than {MAX_RANKS}"
+    if len(hosts) == 1 or (len(sizes) == 1 and sizes != {1}):
+        return ""
+    other = hosts[1][0]
+    meaning = next(meaning for fact, meaning in _MEANINGS.items() if cards[other][fact] != cards[0][fact])
+    numbers = "one rank each" if sizes == {1} else f"unequal numbers of ranks, {min(sizes)} to {max(sizes)}"
+    return f"ranks 0 and {other}: {meaning}, with {numbers}"

@@ -32,11 +32,7 @@ class PeerMemory:
         self.views: dict[Hashable, Any] = {}  # made of the segments by the caller, who knows their meaning
 
     def __getitem__(self, key: tuple[int, int]) -> torch.Tensor:
-        """The segment with the key (rank, serial number), of a rank of this host.
-
-        Raises:
-            KeyError: not mapped.
-        """
+        """The segment with the key (rank, serial number), of a rank of this host."""
         rank, serial = key
         memory = self._mapped[rank].get(serial)
         if memory is None:

@@ -6,7 +6,7 @@ Collective: the first call on a parent group, by its members alone. ``new_group`
 the whole world, and its names depend on the number of groups that a rank already owns.
 
 The members first connect in a tree of stars (:mod:`~legacy_ddp._transport.first_meeting`). The gloo group for gradients
-connects afterwards.
+connects afterwards. Between hosts, the ranks of equal index on their hosts form a gloo group.
 """
 
 import atexit
@@ -36,10 +36,9 @@ from legacy_ddp._errors import (
     SyncTimeoutError,
     argument_errors,
 )
-from legacy_ddp._fork import run_in_children
-from legacy_ddp._interrupts import OwnedLock
-from legacy_ddp._text import error_text
-from legacy_ddp._transport.first_meeting import meet_members
+from legacy_ddp._interrupts import OwnedLock, run_in_children
+from legacy_ddp._text import error_text, system_error_text
+from legacy_ddp._transport.first_meeting import find_hosts, meet_members, why_gloo
 from legacy_ddp._transport.star import Star
 from legacy_ddp._watchdog import Watchdog, await_turn, forget_turn
 
@@ -64,11 +63,7 @@ class GroupHandle:
         self._lost = lost
 
     def resolve(self) -> dist.ProcessGroup:
-        """The group to use.
-
-        Raises:
-            ValueError, TypeError: as :func:`resolve_group`; ValueError: the handle comes from a pickle.
-        """
+        """The group to use."""
         group = dist.group.WORLD if self._process_group is None else self._process_group
         if isinstance(group, dist.ProcessGroup) and group in internals.groups_of_torch() and not self._lost:
             return group
@@ -130,11 +125,7 @@ def descriptors_of_gloo(size: int) -> int:
 
 
 def check_descriptors(count: int) -> None:
-    """Check that this process can open ``count`` more descriptors.
-
-    Raises:
-        OSError: a limit of this process, with the numbers, or of the machine.
-    """
+    """Check that this process can open ``count`` more descriptors."""
     opened: list[int] = []
     try:
         for _ in range(count):
@@ -160,6 +151,7 @@ class Groups:
         self.size = parent.size()
         self.global_ranks = dist.get_process_group_ranks(parent)  # the ranks of the group, counted in the whole job
         self.wrapper_count = 0  # wrappers with a successful call on this group
+        self.has_wrapper = False  # or only the function all_reduce_gradients() makes calls
         self.busy: OwnedLock[Any] = OwnedLock()  # held by the call under way
         self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
         self.endpoints_exchanged = False
@@ -188,17 +180,13 @@ class Groups:
             return
         timeout = self.timeout(timeout_seconds)
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
-        met = meet_members(store, self.rank, self.size, timeout, self._check_room)
+        met = meet_members(store, self.rank, self.size, timeout, self._check_room, has_wrapper=self.has_wrapper)
         self.star, self.cards, self._store, self._timeout = met.star, met.cards, met.store, timeout
         self._at_end.append(met.star.close)
         self._payload = self.connect_gloo("payload", self.rank, self.size)
 
     def _check_room(self, ranks_below: int) -> None:
-        """Check that this process can open its connections, with as many ranks below it in the tree.
-
-        Raises:
-            OSError: a limit of open files.
-        """
+        """Check that this process can open its connections, with as many ranks below it in the tree."""
         check_descriptors(ranks_below + _OF_TREE + descriptors_of_gloo(self.size) + _WATCHDOG)
 
     def timeout(self, seconds: float | None) -> timedelta:
@@ -213,9 +201,6 @@ class Groups:
         ranks.
 
         ``rank``: the number of this rank in the new group.
-
-        Raises:
-            RuntimeError: a rank did not connect in time, or the store is gone.
         """
         return internals.connect_gloo(internals.PrefixStore(name, self._store), rank, size, self._timeout)
 
@@ -224,9 +209,6 @@ class Groups:
 
         Returns:
             The new watchdog, None without a new watchdog.
-
-        Raises:
-            OSError: the report file or the socket cannot be opened.
         """
         if self.endpoints_exchanged or self.watchdog is not None or self.size == 1 or checks.level == "off":
             return None
@@ -236,14 +218,18 @@ class Groups:
         # First: a lost connection makes the other ranks poll at once, for the exit reason.
         self._at_end.insert(0, watchdog.close)
         self.watchdog = watchdog
+        if self.has_wrapper:
+            watchdog.note_wrapper()
         return watchdog
 
-    def payload(self, device: torch.device) -> Any:
-        """The group that carries tensors of ``device``: the private group for CPU and on gloo, else the user's group.
+    def note_wrapper(self) -> None:
+        """A wrapper makes calls on the group, and not only the function."""
+        self.has_wrapper = True
+        if self.watchdog is not None:
+            self.watchdog.note_wrapper()
 
-        Raises:
-            ValueError: the user's group has no backend for this device.
-        """
+    def payload(self, device: torch.device) -> Any:
+        """The group for tensors of ``device``: the private group for CPU and on gloo, else the user's group."""
         parent = self._parent()
         if parent is None or device.type == "cpu" or self.size == 1:
             return self._payload
@@ -279,7 +265,6 @@ class Groups:
         return None if parent is None or self.size == 1 else internals.counting_device(parent)
 
     def is_private(self, group: Any) -> bool:
-        """Whether ``group`` is a private group, on gloo."""
         return any(group is private for private in (self._payload, self.between))
 
     def mark_failed(self, error: BaseException) -> None:
@@ -346,9 +331,6 @@ def _call_all(functions: Sequence[Callable[[], None]]) -> None:
 def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
     """Refuse a call in a forked child: the child has the sockets of the group but not its threads, and would wait for
     ever.
-
-    Raises:
-        LegacyDDPError: ``parent`` has several ranks, and was started before the fork of this process.
     """
     process = inherited.get(parent)
     if process is not None and parent.size() > 1:
@@ -359,18 +341,22 @@ def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
         )
 
 
-def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None) -> Groups:
+def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None, *, for_wrapper: bool = True) -> Groups:
     """The private groups of ``parent``. Collective if this process has to build them.
 
-    ``timeout_seconds``: limit of a wait, None for the timeout of ``parent``.
+    ``timeout_seconds``: limit of a wait, None for the timeout of ``parent``. ``for_wrapper``: false for the function
+    ``all_reduce_gradients()``.
 
     Raises:
         PeerError: a rank cannot open its connections; the next call tries again.
         LostPeerError: a member did not arrive, or the store is gone; the groups then stay unusable.
     """
     groups = _groups.get(parent)
+    if groups is not None and for_wrapper:
+        groups.note_wrapper()
     if groups is None:
         groups = Groups(parent)
+        groups.has_wrapper = for_wrapper
         _alive.add(groups)
         _close_at_exit()
         try:
@@ -388,6 +374,34 @@ def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None) -> Group
                 f"first collective on this process group failed: {error_text(error)}", phase="agree"
             ) from error
     return groups
+
+
+def join_hosts(groups: Groups, first_problem: Callable[[str], str]) -> None:
+    """Collective: connect the hosts, or note in ``groups`` why only gloo is used. Equal on all ranks.
+
+    ``first_problem``: collective, the first text of any rank.
+    """
+    reason, hosts, between = why_gloo(groups.cards), find_hosts(groups.cards), list[Any]()
+
+    def connect() -> None:
+        # To the ranks of equal index on the other hosts: they own the same part of the gradients.
+        number, ranks = next(each for each in enumerate(hosts) if groups.rank in each[1])
+        between.append(groups.connect_gloo(f"hosts, index {ranks.index(groups.rank)}", number, len(hosts)))
+
+    if not reason and len(hosts) > 1:
+        reason = first_problem(_problem_of(lambda: check_descriptors(descriptors_of_gloo(len(hosts)))))
+        reason = reason or first_problem(_problem_of(connect))
+    if not reason:
+        groups.use_hosts(hosts, between[0] if between else None)
+    groups.host_problem = reason
+
+
+def _problem_of(step: Callable[[], None]) -> str:
+    try:
+        step()
+    except (OSError, RuntimeError) as error:
+        return f"no connection between hosts ({system_error_text(error)})"
+    return ""
 
 
 @cache

@@ -33,9 +33,6 @@ class HostListener:
 
     ``directory``: with the file of the socket, to be given to the other ranks; made here, and removed by
     :meth:`close`. ``size``: the largest number of connections that wait.
-
-    Raises:
-        OSError: no such socket can be made.
     """
 
     def __init__(self, size: int) -> None:
@@ -50,11 +47,7 @@ class HostListener:
             raise
 
     def accept(self, count: int, token: str) -> dict[int, socket.socket]:
-        """The connections of ``count`` ranks, by rank; all of them have connected already.
-
-        Raises:
-            OSError: a rank has not connected.
-        """
+        """The connections of ``count`` ranks, by rank; all of them have connected already."""
         connections: dict[int, socket.socket] = {}
         try:
             while len(connections) < count:
@@ -102,11 +95,7 @@ class HostListener:
 
 
 def connect_on_host(directory: str, token: str, rank: int, hub: int) -> socket.socket:
-    """Connect this rank to the rank ``hub``, which listens in ``directory``.
-
-    Raises:
-        OSError: the directory is not visible here, the connection is refused, or a process of another user listens.
-    """
+    """Connect this rank to the rank ``hub``, which listens in ``directory``."""
     connection = _new_socket()
     try:
         connection.setblocking(False)  # a full queue of the listener is an error, not a wait without a limit
@@ -128,11 +117,7 @@ def connect_on_host(directory: str, token: str, rank: int, hub: int) -> socket.s
 
 
 class HubListener:
-    """The listening TCP socket of a hub, for hubs of other hosts. ``endpoint``: what they need to connect.
-
-    Raises:
-        OSError: no such socket can be made.
-    """
+    """The listening TCP socket of a hub, for hubs of other hosts. ``endpoint``: what they need to connect."""
 
     def __init__(self, rank: int) -> None:
         self._socket = listen()
@@ -180,11 +165,7 @@ class HubListener:
 
 
 def connect_hubs(endpoint: Endpoint, rank: int, seconds: float) -> socket.socket:
-    """Connect this rank to the hub at ``endpoint``.
-
-    Raises:
-        OSError: no address of the hub can be reached.
-    """
+    """Connect this rank to the hub at ``endpoint``."""
     connection = connect(endpoint, own_identity(), seconds)
     set_options(connection)
     connection.sendall(_hello(rank, endpoint.token))
@@ -216,11 +197,7 @@ def _address(directory: str) -> Iterator[str]:
 
 
 def _read_hello(connection: socket.socket, token: str) -> int | None:
-    """The rank that has connected; None for a process outside the job.
-
-    Raises:
-        OSError: nothing can be read from any process.
-    """
+    """The rank that has connected; None for a process outside the job."""
     try:
         rank, given = connection.recv(_HELLO_BYTES, socket.MSG_DONTWAIT).decode("ascii").split()
         return int(rank) if hmac.compare_digest(given, token) else None

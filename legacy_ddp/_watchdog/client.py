@@ -72,8 +72,6 @@ class Failure:
 
 
 class Outcome(StrEnum):
-    """The result of a request to a rank."""
-
     ANSWERED = "answers"
     ENDED = "its process has ended"
     CLOSED = "its status server is closed"  # but the process is there
@@ -166,7 +164,6 @@ class _Limit:
         return max(0.01, self._start + self._seconds - time.monotonic())
 
     def is_over(self) -> bool:
-        """Whether to give up now."""
         seconds = time.monotonic() - self._start
         if seconds < self._seconds:
             return False
@@ -222,12 +219,7 @@ def request_all(
 
 
 def connect(peer: Endpoint, own: Identity, seconds: float) -> socket.socket:
-    """Connect to the first address that accepts.
-
-    Raises:
-        ConnectionRefusedError: an address refused; the most informative error.
-        OSError: timed out or unreachable.
-    """
+    """Connect to the first address that accepts."""
     errors: list[OSError] = []
     addresses = reachable(list(peer.addresses), same_network=peer.identity.network == own.network)
     for address in addresses:
@@ -238,7 +230,7 @@ def connect(peer: Endpoint, own: Identity, seconds: float) -> socket.socket:
         else:
             keep_alive(connection)
             return connection
-    errors.sort(key=lambda error: not isinstance(error, ConnectionRefusedError))
+    errors.sort(key=lambda error: not isinstance(error, ConnectionRefusedError))  # says most, so it goes first
     raise OSError("connect timed out") if not errors or isinstance(errors[0], TimeoutError) else errors[0]
 
 
@@ -280,11 +272,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def _read_proof(connection: socket.socket, limit: _Limit) -> bytes:
-    """The first bytes of the server; empty if there are none.
-
-    Raises:
-        TimeoutError: the limit is over. A stranger may send a byte at a time.
-    """
+    """The first bytes of the server; empty if there are none."""
     data = b""
     while True:
         with suppress(TimeoutError):
@@ -292,16 +280,12 @@ def _read_proof(connection: socket.socket, limit: _Limit) -> bytes:
             data += part
             if not part or len(data) == PROOF_BYTES:
                 return data
-        if limit.is_over():
+        if limit.is_over():  # a stranger may send a byte at a time
             raise TimeoutError
 
 
 def _read(connection: socket.socket, limit: _Limit) -> Message | None:
-    """Read a message; None if incomplete or undecodable.
-
-    Raises:
-        TimeoutError: there was no input, and the limit is over.
-    """
+    """Read a message; None if incomplete or undecodable."""
     data = bytearray()
     while not data.endswith(b"\n") and len(data) < MAX_BYTES:
         try:

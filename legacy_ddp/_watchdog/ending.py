@@ -26,7 +26,7 @@ from typing import NamedTuple, NoReturn, TypeGuard
 
 from legacy_ddp._log import line_in_script, script_lines
 from legacy_ddp._text import error_line
-from legacy_ddp._watchdog.missing import AFTER_A_SIGNAL, LEFT_NORMALLY
+from legacy_ddp._watchdog.poll import AFTER_A_SIGNAL, LEFT_NORMALLY
 from legacy_ddp._watchdog.process import ENDING, RUNNING, Identity, visible_state
 from legacy_ddp._watchdog.report_file import sigterm_has_come
 
@@ -101,7 +101,6 @@ class _Turn:
         self._look()
 
     def wait(self) -> None:
-        """Wait until this process may end."""
         deadline = time.monotonic() + _LIMIT_SECONDS
         while self._look() and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
@@ -109,7 +108,6 @@ class _Turn:
         time.sleep(max(0.0, (self._ended_at or now) + _HEAD_START_SECONDS - now))
 
     def _look(self) -> bool:
-        """Whether a process is still running."""
         if self._running:
             launcher = os.getppid()
             states = [(process, visible_state(process)) for process in self._running if process.pid != launcher]
@@ -181,7 +179,6 @@ def _signal_text(error: BaseException | None) -> str:
 
 
 def _signal_of_handler(running: Iterable[CodeType]) -> str:
-    """The signal whose handler is running; or empty."""
     codes = {*running}
     return next((s.name for s in signal.Signals if _handler_code(s) in codes), "")
 

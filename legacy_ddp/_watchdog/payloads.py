@@ -27,8 +27,6 @@ _RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 class Progress(IntEnum):
-    """How far the payload of a call is on a rank."""
-
     NOT_BEGUN = auto()
     ISSUING = auto()  # the host is inside of the collectives, for example because the backend connects the devices
     RUNNING = auto()
@@ -53,7 +51,6 @@ class PayloadState:
     is_late: bool = False
 
     def progress(self, serial: int) -> Progress:
-        """The progress of the payload of call ``serial``."""
         reached = (serial <= self.begun) + (serial <= self.issued) + (serial <= self.complete)
         return Progress(Progress.NOT_BEGUN + reached)
 
@@ -128,7 +125,6 @@ class PayloadWatch:
             return oldest
 
     def take_completed(self) -> list[Payload]:
-        """The payloads that were reported, and are complete now."""
         with self._lock:
             completed = []
             while oldest := self._drop_complete():
@@ -151,7 +147,6 @@ class PayloadWatch:
             return max(0.0, self._warn_after_seconds - self._age(oldest))
 
     def state(self) -> PayloadState:
-        """The state for the status of this rank."""
         with self._lock:
             oldest = self._oldest()
             if oldest is None:
@@ -175,7 +170,6 @@ class PayloadWatch:
         return time.monotonic() - max(oldest.begun_at, self._advanced_at)
 
     def _drop_complete(self) -> Payload | None:
-        """Drop the first payload, and return it, if it is complete."""
         if not (self._payloads and self._payloads[0].is_complete()):
             return None
         self._advanced_at = time.monotonic()

@@ -1,13 +1,21 @@
-"""The processes of ranks as the kernel shows them: identity, state, and the time for which they waited."""
+"""Processes as the kernel shows them, and what the training thread of this process does: phase and stack."""
 
 import os
 import socket
+import sys
+import sysconfig
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
-from legacy_ddp._text import printable
+from legacy_ddp._log import outward
+from legacy_ddp._step_guard.policy import closure_owner, local_work_text
+from legacy_ddp._text import printable, shorten
 
 RUNNING, STOPPED, TRACED, DEAD, UNKNOWN = "running", "stopped", "held by a debugger", "dead", ""
 ENDING = "ending"  # its sockets may be closed, and its launcher does not know of the end yet
@@ -34,7 +42,6 @@ class Identity:
 
 
 def own_identity() -> Identity:
-    """The identity of this process."""
     return Identity(printable(socket.gethostname()), os.getpid(), _started(os.getpid()), _machine(), _network())
 
 
@@ -143,3 +150,128 @@ def _network() -> str:
 def boot_id() -> str:
     """The id of the present start of the kernel; OSError without /proc."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
+OUT_OF_DATA = "join, out of data"
+HOOK = "hook"  # the phase of a call that runs the user's communication hook
+RUN = "run"  # the phase of a cross-check that runs the user's function
+_MAX_FRAMES, _MAX_FRAME_COLUMNS = 12, 200
+_PACKAGE = str(Path(__file__).parents[1])
+# Library files that are frames around user code: the step guard wraps closures, a strategy wraps the training loop.
+_AROUND_USER_CODE = (f"{_PACKAGE}/_step_guard/guard.py", f"{_PACKAGE}/lightning/")
+_PATHS = sysconfig.get_paths()
+_LIBRARIES = (_PACKAGE, _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<frozen")
+
+
+class ActivityMark(NamedTuple):
+    """The phase entered last. ``call``: "" outside of calls; ``thread``: its ident; ``changes``: phases entered."""
+
+    call: str
+    phase: str
+    since: float
+    thread: int
+    changes: int
+
+
+new_mark = tuple.__new__  # the constructor of a NamedTuple is a function in Python, and takes three times as long
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Phase and stack of a process at one moment.
+
+    ``changes`` grows with every change of the phase. ``stack``: innermost frame last. ``line``: the innermost frame in
+    the user's code. ``closure``: the optimizer whose closure runs, as :func:`closure_owner`. ``local_work``: open
+    ``no_sync()`` blocks, and calls inside them, as text.
+    """
+
+    call: str
+    phase: str
+    age_seconds: float
+    changes: int
+    stack: tuple[str, ...]
+    line: str = ""
+    closure: str = ""
+    local_work: str = ""
+
+
+class Activity:
+    """The current phase of one thread. ``mark``: the phase entered last.
+
+    To enter a phase costs the thread a microsecond; a sample costs it nothing, the reader does the work.
+    """
+
+    def __init__(self) -> None:
+        self.mark = ActivityMark("", USER_CODE, time.monotonic(), threading.main_thread().ident or 0, 0)
+
+    def enter(self, phase: str, call: str = "") -> ActivityMark:
+        """Record the phase of the calling thread. Returns the phase before."""
+        before = self.mark
+        self.mark = new_mark(ActivityMark, (call, phase, time.monotonic(), threading.get_ident(), before.changes + 1))
+        return before
+
+    def sample(self) -> Sample:
+        """Sample the thread that entered the last phase. Backward and a debugger are recognised by the stack."""
+        mark = self.mark
+        running = list(outward(sys._current_frames().get(mark.thread)))
+        frames = [_read_frame(frame) for frame in running][::-1]
+        files = {entry.filename for entry in frames}
+        phase = mark.phase
+        if any(name.endswith(("/bdb.py", "/pdb.py")) for name in files):
+            phase = DEBUGGER
+        elif not mark.call and any(name.endswith("/torch/autograd/graph.py") for name in files):
+            phase = BACKWARD
+        if mark.call:
+            frames = _frames_into_call(frames, with_user_code=mark.phase in (HOOK, RUN))
+        own = [entry for entry in frames if not entry.filename.startswith(_LIBRARIES)]
+        return Sample(
+            mark.call,
+            phase,
+            time.monotonic() - mark.since,
+            mark.changes,
+            stack=_innermost(frames, own),
+            line=own[-1].text if own else "",
+            closure=closure_owner(running),
+            local_work=local_work_text(),
+        )
+
+
+process_activity = Activity()
+
+
+class _Frame(NamedTuple):
+    filename: str
+    text: str
+
+
+def _read_frame(frame: FrameType) -> _Frame:
+    """File and line of a frame.
+
+    Without the traceback module, which reads source files, perhaps from the disk that blocks all ranks.
+    """
+    code = frame.f_code
+    path = "/".join(Path(code.co_filename).parts[-2:])  # enough to find the file, and short enough for a line
+    return _Frame(code.co_filename, shorten(f"{path}:{frame.f_lineno} in {code.co_name}", _MAX_FRAME_COLUMNS))
+
+
+def _frames_into_call(frames: list[_Frame], *, with_user_code: bool) -> list[_Frame]:
+    """The frames up to the entry of a library call; ``with_user_code``: also the frames of user code inside."""
+    library = [index for index, entry in enumerate(frames) if _is_library_call(entry.filename)]
+    if not library:
+        return frames
+    return [*frames[: library[0] + 1], *(frames[library[-1] + 1 :] if with_user_code else ())]
+
+
+def _is_library_call(filename: str) -> bool:
+    """Whether the file is part of a library call; files around user code are not."""
+    return filename.startswith(_PACKAGE) and not filename.startswith(_AROUND_USER_CODE)
+
+
+def _innermost(frames: Sequence[_Frame], own: Sequence[_Frame]) -> tuple[str, ...]:
+    """The innermost frames, at most ``_MAX_FRAMES``, with the user's own line first if it is further out."""
+    shown = list(frames[-_MAX_FRAMES:])
+    texts = [entry.text for entry in shown]
+    if own and own[-1] not in shown:
+        texts = [own[-1].text, "...", *texts[2:]]
+    return tuple(texts)

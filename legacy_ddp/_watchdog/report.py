@@ -5,15 +5,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._log import logger_of
-from legacy_ddp._step_guard.surroundings import closure_advice
-from legacy_ddp._text import WIDTH, first_few, how_to_explain, printable, printable_lines, wrap
-from legacy_ddp._watchdog.activity import HOOK, RUN, Sample
+from legacy_ddp._step_guard.policy import closure_advice
+from legacy_ddp._text import WIDTH, first_few, how_to_explain, name_ranks, printable, printable_lines, wrap
 from legacy_ddp._watchdog.client import Failure, Outcome
-from legacy_ddp._watchdog.missing import Row, missing_after_loss, missing_ranks
 from legacy_ddp._watchdog.payloads import Progress, recorder_text
-from legacy_ddp._watchdog.process import DEAD, RUNNING, STOPPED, TRACED
+from legacy_ddp._watchdog.poll import Row, missing_after_loss, missing_ranks
+from legacy_ddp._watchdog.process import DEAD, HOOK, RUN, RUNNING, STOPPED, TRACED, Sample
 from legacy_ddp._watchdog.report_file import ReportFile
 
 MAX_ROWS = 24
@@ -26,16 +24,6 @@ _MAX_KEPT_STACKS = 64
 _USER_CODE = {HOOK: "its communication hook", RUN: "its run() of a cross-check"}
 # The state of a process that no rank sees: it is on another machine, hidden, or in other namespaces.
 _UNSEEN = {Outcome.ANSWERED: "answers", Outcome.NOT_ASKED: "unknown", Outcome.UNKNOWN: "unknown"}
-_STOP = (
-    'let all ranks stop in the same call: pass metrics={"stop": 1 or 0} in every all_reduce(), and leave the loop on '
-    'every rank where record.metrics["stop"] is not 0'
-)
-_REASONS = (
-    f"it stopped alone (a signal, early stopping, an error that its script caught): {_STOP}",
-    'it left out a whole step (continue before the call): pass metrics={"step": step} in every all_reduce(), and '
-    'compare record.metrics["step"] with step * world size; they differ from the first such step on',
-    "it had a batch less: give every rank as many batches (a sampler, drop_last=True), or use model.join()",
-)
 _REPORTS = "reports of this rank:"
 _SECTION = "Ranks have waited"
 _PROGRESS = {
@@ -161,7 +149,6 @@ def format_loss(row: Row, reason: str, missing: str = "") -> str:
 
 
 def process_text(row: Row) -> str:
-    """The state of the process, as far as known."""
     if row.has_ended:
         return DEAD
     process = row.process or _UNSEEN.get(row.outcome, "not visible")
@@ -191,7 +178,6 @@ def _late_payload(rows: Sequence[Row]) -> str:
 
 
 def _payload_text(rows: Sequence[Row]) -> str:
-    """The ranks that wait for a payload, with their devices."""
     seconds = max((row.payloads.seconds for row in rows), default=0.0)
     ranks: dict[str, list[int]] = {}
     for row in rows:
@@ -226,14 +212,28 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
 
 
 def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
-    """The possible reasons of ranks that made fewer calls and left without an error, and what to do."""
     ranks = [rank for rank in missing if rows[rank].left_normally]
     if not ranks:
         return []
+    has_wrapper = any(row.has_wrapper for row in rows if row.sample)
+    call = "all_reduce()" if has_wrapper else "all_reduce_gradients()"
+    stop = (
+        f'let all ranks stop in the same call: pass metrics={{"stop": 1 or 0}} in every {call}, and leave the loop on '
+        'every rank where record.metrics["stop"] is not 0'
+    )
     if all(rows[rank].left_after_a_signal for rank in ranks):
-        return _wrap(f"{name_ranks(ranks)} made fewer calls, because it stopped alone: {_STOP}", indent=0)
+        return _wrap(f"{name_ranks(ranks)} made fewer calls, because it stopped alone: {stop}", indent=0)
+    reasons = (
+        f"it stopped alone (a signal, early stopping, an error that its script caught): {stop}",
+        f'it left out a whole step (continue before the call): pass metrics={{"step": step}} in every {call}, and '
+        'compare record.metrics["step"] with step * world size; they differ from the first such step on',
+        "a call is under a condition (if rank == 0): make every call on all ranks",
+        "it started from another checkpoint or step number: load the same file on all ranks",
+        "it had a batch less: give every rank as many batches (a sampler, drop_last=True)"
+        f"{', or use model.join()' if has_wrapper else ''}",
+    )
     lines = _wrap(f"{name_ranks(ranks)} made fewer calls. Possible reasons:", indent=0)
-    return [*lines, *(line for reason in _REASONS for line in _wrap(f"- {reason}"))]
+    return [*lines, *(line for reason in reasons for line in _wrap(f"- {reason}"))]
 
 
 def _closures(waiting: Sequence[Row]) -> list[str]:
@@ -354,8 +354,6 @@ def _wrap(text: str, indent: int = 2) -> list[str]:
 
 
 class WarningPolicy:
-    """The warnings of a watchdog, call after call."""
-
     def __init__(self, rank: int, file: ReportFile, warn_after_seconds: float) -> None:
         self._rank = rank
         self._logger = logger_of(rank)
@@ -380,7 +378,6 @@ class WarningPolicy:
         return True
 
     def end_check(self) -> None:
-        """End the check begun by :meth:`is_due`."""
         self._is_checking = False
 
     def warn(self, report: Report) -> None:
@@ -430,7 +427,6 @@ class WarningPolicy:
 
 
 def _fields(event: str, report: Report) -> dict[str, Any]:
-    """The attributes of a log record about ``report``."""
     ranks = list(report.missing)
     place = {"call": report.call, "phase": report.phase or None, "seconds": report.seconds}
     return {"event": event, **place, "ranks": ranks, "report": report.facts}

@@ -59,9 +59,6 @@ class ReportFile:
 
     Readable by the owner alone: stacks name files and functions. Removed by :meth:`close` if no report was written.
     ``directory=None``: the directory for temporary files; if no file can be made there, ``path`` is the null device.
-
-    Raises:
-        OSError: no file can be made in ``directory``.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, rank: int, size: int) -> None:
@@ -115,7 +112,6 @@ class ReportFile:
         os.close(descriptor)
 
     def has_stacks(self) -> bool:
-        """Whether a SIGTERM has left stacks in the file."""
         try:
             return self._descriptor != _CLOSED and os.fstat(self._descriptor).st_size > self._own_bytes
         except OSError:
@@ -197,5 +193,4 @@ def _register_stacks() -> bool:
 
 @cache
 def _stacks_descriptor() -> int:
-    """The descriptor for faulthandler's output."""
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -47,9 +47,6 @@ class BackgroundTasks:
     """A thread per task, and a reserve thread for tasks when no more threads can be started.
 
     An error in a task is logged for ``rank`` and ends nothing else: training continues without the watchdog.
-
-    Raises:
-        OSError: the reserve thread cannot be started.
     """
 
     def __init__(self, rank: int) -> None:
@@ -58,7 +55,6 @@ class BackgroundTasks:
         self._reserve = start_thread(self._run_all_pending)
 
     def submit(self, function: Callable[..., None], *args: object) -> None:
-        """Call the function soon, in another thread."""
         task = partial(self._run, function, *args)
         try:
             _start(task)
@@ -75,7 +71,6 @@ class BackgroundTasks:
                 self._pending.put(None)
 
     def close(self) -> None:
-        """End the reserve thread."""
         self._pending.put(None)
         if self._reserve is not threading.current_thread():
             self._reserve.join(ANSWER_SECONDS)
@@ -93,11 +88,7 @@ class BackgroundTasks:
 
 
 def start_thread(target: Callable[[], None]) -> threading.Thread:
-    """Start a thread without which the watchdog cannot work.
-
-    Raises:
-        OSError: no thread can be started.
-    """
+    """Start a thread without which the watchdog cannot work."""
     try:
         return _start(target)
     except RuntimeError as error:
@@ -118,9 +109,6 @@ class StatusServer:
 
     A monitor connection stays open, so the kernel shows the end of the neighbour's process at once. The thread starts
     in the constructor: if no thread can be started, no other rank depends on this server yet.
-
-    Raises:
-        OSError: no socket can be made, or no thread can be started.
     """
 
     def __init__(
@@ -359,12 +347,10 @@ class _Connection:
 
     @property
     def missing_bytes(self) -> int:
-        """Of the first bytes."""
         return (PROOF_BYTES if self.expected else GREETING_BYTES) - len(self.received)
 
 
 def _rank_in(message: Message) -> int:
-    """The rank in a monitor request."""
     rank = message.get("rank")
     if type(rank) is not int or rank < 0:  # True is an int, too
         raise ValueError(f"rank in a monitor request is invalid: got {rank!r}, expected a number from 0 on")

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from legacy_ddp._compare import name_ranks
-from legacy_ddp._step_guard.surroundings import local_work_text
-from legacy_ddp._text import error_line
+from legacy_ddp._step_guard.policy import local_work_text
+from legacy_ddp._text import error_line, name_ranks
 from legacy_ddp._watchdog.client import (
     MAX_CONCURRENT_REQUESTS,
     PATIENT_SECONDS,
@@ -28,9 +27,8 @@ from legacy_ddp._watchdog.client import (
     request_all,
 )
 from legacy_ddp._watchdog.ending import error_behind, exit_reason, watch_exit
-from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS
 from legacy_ddp._watchdog.payloads import Payload, PayloadWatch
-from legacy_ddp._watchdog.poll import GroupView, own_status, poll_ranks
+from legacy_ddp._watchdog.poll import LEFT_AFTER_LOSS, GroupView, own_status, poll_ranks
 from legacy_ddp._watchdog.process import Identity
 from legacy_ddp._watchdog.report import (
     Report,
@@ -51,11 +49,7 @@ _FRESH_SECONDS = 2.0
 
 
 class Watchdog:
-    """The watchdog of one rank on one process group.
-
-    Raises:
-        OSError: no report file can be made in ``report_dir``, no socket can be made, or no thread can be started.
-    """
+    """The watchdog of one rank on one process group."""
 
     def __init__(
         self, rank: int, size: int, *, warn_after_seconds: float, report_dir: str | os.PathLike[str] | None
@@ -90,6 +84,9 @@ class Watchdog:
         # Every rank is in its first call; some ranks may have failed in a call before.
         self._met, self._status.serial = 0, 1
         self._server.start(self._view.peers[(self.rank + 1) % len(self._view.peers)])
+
+    def note_wrapper(self) -> None:
+        self._status.has_wrapper = True
 
     def begin(self, call: str, *, warns: bool) -> None:
         """This rank enters a call. ``warns``: whether a long wait in the call is worth a warning."""
@@ -149,7 +146,6 @@ class Watchdog:
         broadcast_failure(self._view, failure)
 
     def processes(self, ranks: Iterable[int]) -> list[Identity]:
-        """The known processes of ``ranks``, without this process."""
         return [peer.identity for peer in self._view.others(ranks)]
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ The core never imports this folder.
 
 from typing import TYPE_CHECKING
 
-from legacy_ddp._imports import lazy_names
+from legacy_ddp._errors import lazy_names
 
 # These modules import torch, which the command does not need.
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from legacy_ddp._agreement.agree import Agreement, agreed_error
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._collectives import check_list
 from legacy_ddp._collectives.check_interface import Check, LocalStep
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError
+from legacy_ddp._text import name_ranks
 from tests.helpers import logged_warnings
 from tests.helpers.outcomes import attempt, backward
 from tests.helpers.ranks import run_ranks

@@ -21,8 +21,8 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp._agreement.header import Header, Headers, encode_double, encode_header
 from legacy_ddp._buckets import plan
 from legacy_ddp._buckets.layout import Bucket, cut_runs, distinct, plan_layout
-from legacy_ddp._compare import MISSING, compare_rows, name_ranks
 from legacy_ddp._settings import Settings
+from legacy_ddp._text import MISSING, compare_rows, name_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import count
 

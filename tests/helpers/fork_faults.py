@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from legacy_ddp._buckets.segment import Segment
-from legacy_ddp._fork import run_in_children
+from legacy_ddp._interrupts import run_in_children
 
 BYTES = 2**16 + 5
 LONGEST_SECONDS = 0.004

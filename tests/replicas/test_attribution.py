@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._compare import Difference
 from legacy_ddp._replicas.attribution import (
     NOTHING,
     StepDigests,
@@ -23,6 +22,7 @@ from legacy_ddp._replicas.attribution import (
 )
 from legacy_ddp._replicas.element_compare import compare_elements
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
+from legacy_ddp._text import Difference
 
 # Attribution of a difference from the digests and values of all ranks. Pure
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import SGD
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._step_guard.backward_counter import BackwardCounter, StepPolicy, is_any_counting
+from legacy_ddp._step_guard.backward_counter import BackwardCounter, is_any_counting
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._step_guard.step_counter import StepCounter
 from tests.helpers.outcomes import Outcome, check_agreed, check_silent, outcome_of
 from tests.helpers.ranks import run_ranks

@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._buckets.segment import Segment
-from legacy_ddp._transport.first_meeting import own_card
-from legacy_ddp._transport.host_meeting import MAX_RANKS, find_hosts, why_gloo
+from legacy_ddp._transport.first_meeting import MAX_RANKS, find_hosts, own_card, why_gloo
 from legacy_ddp._transport.peer_memory import PeerMemory
 from legacy_ddp._transport.rows import MAX_SEGMENTS, SegmentIds, decode_segments, encode_segments
 from legacy_ddp._transport.star import Descriptors, Star, StarLostError, StarTimeoutError

@@ -17,7 +17,7 @@ from torch import nn
 
 from legacy_ddp._transport.call import Call
 from legacy_ddp._watchdog import USER_CODE, process_activity
-from legacy_ddp._watchdog.activity import Activity, Sample
+from legacy_ddp._watchdog.process import Activity, Sample
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, wrap

@@ -16,11 +16,10 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
-from legacy_ddp._watchdog.activity import Sample
 from legacy_ddp._watchdog.client import Outcome
-from legacy_ddp._watchdog.missing import Row
 from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch, recorder_text
-from legacy_ddp._watchdog.process import RUNNING, STOPPED
+from legacy_ddp._watchdog.poll import Row
+from legacy_ddp._watchdog.process import RUNNING, STOPPED, Sample
 from legacy_ddp._watchdog.report import compose_payload
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device

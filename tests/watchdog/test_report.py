@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._watchdog.activity import Sample
 from legacy_ddp._watchdog.client import (
     MAX_BYTES,
     Endpoint,
@@ -19,9 +18,16 @@ from legacy_ddp._watchdog.client import (
     Outcome,
     decode_endpoint,
 )
-from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS, LEFT_NORMALLY, Row, missing_ranks
-from legacy_ddp._watchdog.poll import RankStatus, build_rows, own_status
-from legacy_ddp._watchdog.process import DEAD, own_identity
+from legacy_ddp._watchdog.poll import (
+    LEFT_AFTER_LOSS,
+    LEFT_NORMALLY,
+    RankStatus,
+    Row,
+    build_rows,
+    missing_ranks,
+    own_status,
+)
+from legacy_ddp._watchdog.process import DEAD, Sample, own_identity
 from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
 from legacy_ddp._watchdog.watchdog import Watchdog
 
@@ -114,9 +120,24 @@ def test_the_report_on_a_rank_that_made_fewer_calls_says_how_to_find_the_step() 
         - it left out a whole step (continue before the call): pass metrics={"step":
           step} in every all_reduce(), and compare record.metrics["step"] with step *
           world size; they differ from the first such step on
+        - a call is under a condition (if rank == 0): make every call on all ranks
+        - it started from another checkpoint or step number: load the same file on all
+          ranks
         - it had a batch less: give every rank as many batches (a sampler,
           drop_last=True), or use model.join()"""
     )
+
+
+def test_the_report_of_a_group_in_which_only_the_function_made_calls_names_the_function() -> None:
+    left = _is_lost(1, Outcome.ENDED, note=f"{LEFT_NORMALLY} after all_reduce() call 4, at the end of its script")
+    alone = replace(_waits(0), has_wrapper=False)
+    advice = _line(compose([alone, left, replace(_waits(2), has_wrapper=False)], Failure("rank 1 ended")))
+    with_wrapper = _line(compose([alone, left, _waits(2)], Failure("rank 1 ended")))
+
+    assert "in every all_reduce_gradients(), and leave the loop" in advice
+    assert "model.join()" not in advice
+    assert "in every all_reduce(), and leave the loop" in with_wrapper
+    assert "or use model.join()" in with_wrapper
 
 
 def test_the_report_on_a_rank_that_left_after_a_signal_has_no_other_reason() -> None:

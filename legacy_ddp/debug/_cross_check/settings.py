@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp._compare import Difference, compare_rows, name_ranks
 from legacy_ddp._settings import Settings
-from legacy_ddp._text import shorten
+from legacy_ddp._text import Difference, compare_rows, name_ranks, shorten
 from legacy_ddp.debug._trace.environment import facts_of
 
 MODULE, RUN = "module ", "run "  # beginnings of names

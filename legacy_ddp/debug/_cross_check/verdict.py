@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from legacy_ddp._compare import MAX_LINES, MISSING, Difference, group_ranks, name_ranks, outside_majority
 from legacy_ddp._replicas.element_compare import ElementDifference
-from legacy_ddp._text import wrap
+from legacy_ddp._text import MAX_LINES, MISSING, Difference, group_ranks, name_ranks, outside_majority, wrap
 from legacy_ddp.debug._cross_check.settings import MODULE, RUN, describe_settings, name_setting
 from legacy_ddp.debug._operations.describe import Labels, details, numbers, summary
 from legacy_ddp.debug._operations.explain import (

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-from legacy_ddp._compare import MISSING, name_ranks
-from legacy_ddp._text import plain
+from legacy_ddp._text import MISSING, name_ranks, plain
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Cause, MetricDifference
 from legacy_ddp.debug._trace.read import RankTrace

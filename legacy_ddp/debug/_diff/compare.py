@@ -12,8 +12,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from legacy_ddp._compare import MAX_SIDES, compare_rows, name_ranks
-from legacy_ddp._text import first_few
+from legacy_ddp._text import MAX_SIDES, compare_rows, first_few, name_ranks
 from legacy_ddp.debug._diff import causes, coverage
 from legacy_ddp.debug._diff.explain import Evidence, Kind, explain
 from legacy_ddp.debug._diff.locations import (

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from legacy_ddp._compare import name_ranks
+from legacy_ddp._text import name_ranks
 from legacy_ddp.debug._diff import causes as environment_diff
 from legacy_ddp.debug._diff.result import Cause
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from legacy_ddp._compare import name_ranks
+from legacy_ddp._text import name_ranks
 from legacy_ddp.debug._diff.causes import (
     DATA,
     FORWARDS,

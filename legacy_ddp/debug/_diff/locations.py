@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from legacy_ddp._compare import name_ranks, outside_majority
+from legacy_ddp._text import name_ranks, outside_majority
 from legacy_ddp.debug._diff.pair import (
     ABSENT,
     Entry,

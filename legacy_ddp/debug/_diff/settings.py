@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from legacy_ddp._compare import MISSING, group_ranks, name_ranks
+from legacy_ddp._text import MISSING, group_ranks, name_ranks
 from legacy_ddp.debug._diff.locations import SETTINGS
 from legacy_ddp.debug._diff.pair import ABSENT, Entry, EntryDifference, Pair, entry_differences
 from legacy_ddp.debug._diff.result import Cause, Divergence

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from legacy_ddp._compare import MAX_LINES, MAX_SIDES, name_ranks
-from legacy_ddp._text import table, wrap
+from legacy_ddp._text import MAX_LINES, MAX_SIDES, name_ranks, table, wrap
 from legacy_ddp.debug._diff.pair import ROUNDING_LIMIT, relative_difference
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, OperationFinding, Side
 from legacy_ddp.debug._operations.describe import at, numbers

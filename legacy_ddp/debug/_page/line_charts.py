@@ -9,8 +9,7 @@ from bokeh.models import ColumnDataSource, GlyphRenderer, HoverTool, Legend, Leg
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-from legacy_ddp._compare import name_ranks
-from legacy_ddp._text import shorten
+from legacy_ddp._text import name_ranks, shorten
 from legacy_ddp.debug._page.chart import MAX_COLUMNS, MAX_POINTS, Axis, Bins, Chart, Floats, extremes
 from legacy_ddp.debug._page.series import (
     OUTLIER_FACTOR,

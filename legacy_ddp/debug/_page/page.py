@@ -13,9 +13,8 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 from markupsafe import Markup
 
-from legacy_ddp._compare import MAX_LINES, MISSING, compare_rows, name_ranks
 from legacy_ddp._errors import TraceError
-from legacy_ddp._text import first_few, printable_lines
+from legacy_ddp._text import MAX_LINES, MISSING, compare_rows, first_few, name_ranks, printable_lines
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding, OperationRow, Verdict
 from legacy_ddp.debug._diff.text import cause_parts, lines, on_ranks

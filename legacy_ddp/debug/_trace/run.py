@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import TraceError
-from legacy_ddp._text import first_few, list_some
+from legacy_ddp._text import MAX_LINES, first_few, list_some, name_ranks
 from legacy_ddp.debug._trace.read import RankTrace, first_line, open_trace
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES, RANK_FILE, Environment
 

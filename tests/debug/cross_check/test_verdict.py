@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._compare import compare_rows
+from legacy_ddp._text import compare_rows
 from legacy_ddp.debug._cross_check.settings import RankSettings, describe_settings, differing_settings
 from legacy_ddp.debug._cross_check.trial import difference_from, operation_from
 from legacy_ddp.debug._cross_check.verdict import (

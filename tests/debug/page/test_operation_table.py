@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
-from legacy_ddp._compare import MAX_LINES
+from legacy_ddp._text import MAX_LINES
 from legacy_ddp.debug._diff.operations import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, finding, judge_values
 from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
