@@ -22,6 +22,7 @@ from tests.helpers.transports import _transport_of_the_test, transport  # noqa: 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+settings.register_profile("quick", deadline=None, max_examples=25)
 
 
 # Helpers that start processes.
@@ -30,8 +31,13 @@ _STARTERS = frozenset(
 )
 
 
-def pytest_configure() -> None:
-    """Refuse a device that is not there, before any test."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a device that is not there, before any test; choose the number of examples of properties.
+
+    CI runs no property a second time, so it keeps the full number.
+    """
+    if "not thorough" in config.getoption("markexpr") and not os.environ.get("CI"):
+        settings.load_profile("quick")
     if devices.CHOSEN and (why := devices.missing(devices.CHOSEN)):
         raise pytest.UsageError(f"DEVICE={devices.CHOSEN}: {why}")
 

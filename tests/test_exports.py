@@ -3,7 +3,6 @@
 import ast
 import inspect
 import pickle
-import traceback
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -126,14 +125,6 @@ def test_errors_keep_text_and_attributes_through_pickle(kind: type[LegacyDDPErro
     assert (copy.phase, copy.parameter) == ("payload", "layer.weight")
 
 
-@pytest.mark.parametrize("kind", _ERRORS)
-def test_a_traceback_names_errors_by_the_public_module(kind: type[LegacyDDPError]) -> None:
-    first_line = traceback.format_exception_only(kind("what happened"))[0]
-
-    assert first_line == f"legacy_ddp.{kind.__name__}: what happened\n"
-    assert getattr(legacy_ddp, kind.__name__) is kind
-
-
 def test_the_errors_form_one_tree() -> None:
     assert {name for name in legacy_ddp.__all__ if name.endswith("Error")} == {kind.__name__ for kind in _ERRORS}
     parents = {kind.__name__: " ".join(base.__name__ for base in kind.__bases__) for kind in _ERRORS}
@@ -177,13 +168,6 @@ def test_the_version_is_a_literal_that_can_be_read_without_importing_torch() -> 
 
     assert ast.literal_eval(value) == legacy_ddp.__version__
     assert legacy_ddp.__version__.count(".") == 2
-
-
-def test_the_first_four_arguments_are_those_of_the_legacy_class() -> None:
-    parameters = list(inspect.signature(LegacyDistributedDataParallel).parameters.values())
-
-    assert [parameter.name for parameter in parameters[:4]] == ["module", "world_size", "process_group", "buffer_size"]
-    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters[4:])
 
 
 def test_the_displayed_signatures_leave_out_what_is_taken_for_a_better_error_alone() -> None:

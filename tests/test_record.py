@@ -246,19 +246,6 @@ def test_the_norm_of_large_gradients_does_not_overflow(value: float, norm: float
     assert row.finite is finite
 
 
-def _non_finite(rank: int) -> list[bool | None]:
-    model = wrap(checks=Checks(nonfinite="ignore"))
-    model.module.weight.grad = torch.tensor([[1.0, torch.nan if rank == 1 else 2.0]])
-    rows = model.all_reduce().rows
-    assert rows[1].local_norm is not None
-    assert rows[1].local_norm != rows[1].local_norm
-    return [row.finite for row in rows]
-
-
-def test_the_record_names_the_rank_whose_gradient_is_not_finite() -> None:
-    assert run_ranks(_non_finite, 3) == [[True, False, True]] * 3
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "environment, checks, looked",

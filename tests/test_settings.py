@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import HashStore
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp.debug import check_replicas
 from tests.helpers.paths import ROOT
-from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import run_script
+from tests.helpers.shared_jobs import run_cases
 
 
 @pytest.fixture(autouse=True)
@@ -163,62 +163,47 @@ def _settings_differ(rank: int, name: str, values: list[Any]) -> tuple[str, str]
     return None
 
 
-@pytest.mark.parametrize(
-    "name, values, words",
-    [
-        ("buffer_size", [7, 7, 8], "setting 'buffer_size': rank 2 has 8; ranks 0-1 have 7"),
-        (
-            "reduce_dtype",
-            [None, torch.bfloat16, None],
-            "setting 'reduce_dtype': rank 1 has torch.bfloat16; ranks 0, 2 have None",
-        ),
-        (
-            "checks",
-            [Checks(uneven="raise"), "info", "info"],
-            "setting 'uneven': rank 0 has raise; ranks 1-2 have warn",
-        ),
-        (
-            "checks",
-            ["info", Checks(nonfinite="raise"), Checks(nonfinite="raise")],
-            "setting 'nonfinite': rank 0 has warn or ignore; ranks 1-2 have raise",
-        ),
-        (
-            "checks",
-            [Checks(nonfinite="raise"), "off", Checks(nonfinite="raise")],
-            "setting 'nonfinite': rank 1 has warn or ignore; ranks 0, 2 have raise",
-        ),
-    ],
-)
-def test_settings_that_ranks_must_share_are_compared(name: str, values: list[Any], words: str) -> None:
-    results = run_ranks(_settings_differ, 3, name, values)
-
-    assert results[0] == results[1] == results[2]
-    assert results[0][0] == "LayoutError"
-    assert words in results[0][1]
+_RAISE = Checks(nonfinite="raise")
+_SHARED: dict[str, tuple[str, list[Any]]] = {  # by the words of the error: the setting, and its values
+    "setting 'buffer_size': rank 2 has 8; ranks 0-1 have 7": ("buffer_size", [7, 7, 8]),
+    "setting 'reduce_dtype': rank 1 has torch.bfloat16; ranks 0, 2 have None": (
+        "reduce_dtype",
+        [None, torch.bfloat16, None],
+    ),
+    "setting 'uneven': rank 0 has raise; ranks 1-2 have warn": ("checks", [Checks(uneven="raise"), "info", "info"]),
+    "setting 'nonfinite': rank 0 has warn or ignore; ranks 1-2 have raise": ("checks", ["info", _RAISE, _RAISE]),
+    "setting 'nonfinite': rank 1 has warn or ignore; ranks 0, 2 have raise": ("checks", [_RAISE, "off", _RAISE]),
+}
 
 
-@pytest.mark.parametrize(
-    "name, values",
-    [
+def test_settings_that_ranks_must_share_are_compared() -> None:
+    for words, results in run_cases(_settings_differ, 3, _SHARED).items():
+        assert results[0] == results[1] == results[2]
+        assert results[0][0] == "LayoutError"
+        assert words in results[0][1]
+
+
+def test_settings_that_concern_one_rank_may_differ() -> None:
+    cases: list[tuple[str, list[Any]]] = [
         ("checks", ["off", "info"]),
         ("checks", [Checks(nonfinite="warn"), Checks(nonfinite="ignore")]),
         ("checks", [Checks(same_data="allow"), "info"]),
         ("timeout_seconds", [5, None]),
         ("gradient_as_bucket_view", [True, False]),
-    ],
-)
-def test_settings_that_concern_one_rank_may_differ(name: str, values: list[Any]) -> None:
-    assert run_ranks(_settings_differ, 2, name, values) == [None, None]
+    ]
+    found = run_cases(_settings_differ, 2, {str(case): case for case in cases})
+
+    assert found == {str(case): [None, None] for case in cases}
 
 
-@pytest.mark.parametrize("name, wrong", [("buffer_size", 0), ("checks", "on"), ("ignore", ["no.such.name"])])
-def test_an_unusable_argument_on_one_rank_is_an_error_on_all_instead_of_a_hang(name: str, wrong: Any) -> None:
-    good = {"buffer_size": 1, "checks": "info", "ignore": []}[name]
+def test_an_unusable_argument_on_one_rank_is_an_error_on_all_instead_of_a_hang() -> None:
+    cases = {"buffer_size": [1, 0], "checks": ["info", "on"], "ignore": [[], ["no.such.name"]]}
 
-    for said in run_ranks(_settings_differ, 2, name, [good, wrong], timeout_seconds=20):
-        assert said is not None
-        assert said[0] == "PeerError"
-        assert "rank 1" in said[1]
+    for results in run_cases(_settings_differ, 2, {name: (name, values) for name, values in cases.items()}).values():
+        for said in results:
+            assert said is not None
+            assert said[0] == "PeerError"
+            assert "rank 1" in said[1]
 
 
 # Types

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._torch.process_groups import COUNTING_BACKENDS
 from legacy_ddp.data import micro_batch_rng
 from legacy_ddp.debug import check_replicas
 from tests.helpers.outcomes import attempt
@@ -21,28 +20,17 @@ from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 from tests.helpers.small_models import wrap_on_device
 from tests.helpers.torch_versions import needs_simulation
+from tests.test_devices import ITEMS, _batches, _model, _train_in_one_process
 
 pytestmark = needs_simulation
-STEPS, MICRO_BATCHES, ITEMS = 3, 4, 8
-Result = tuple[list[torch.Tensor], dict[str, int], list[str]]
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-
-
-def _batches() -> torch.Tensor:
-    return torch.randn(STEPS, MICRO_BATCHES, ITEMS, 3, generator=torch.Generator().manual_seed(1))
-
-
-def _train(rank: int, settings: dict[str, Any], *, waits: bool = True, has_float64: bool = True) -> Result:
-    """Weights, waits of the host inside of the library, and races of rank ``rank`` of 2."""
+def _train(rank: int, *, waits: bool = True, has_float64: bool = True) -> tuple[list[torch.Tensor], list[str]]:
+    """Weights and races of rank ``rank`` of 2."""
     group = new_group()
     group.waits, device.has_float64 = waits, has_float64
-    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group, **settings)
+    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    device.host_waits.clear()
     for batches in _batches()[:, rank::2].to("sim"):
         for number, batch in enumerate(batches, 1):
             is_last = number == len(batches)
@@ -51,25 +39,13 @@ def _train(rank: int, settings: dict[str, Any], *, waits: bool = True, has_float
         model.all_reduce(sample_size=len(batches) * ITEMS)
         optimizer.step()
         optimizer.zero_grad()
-    waited = {place: count for place, count in device.host_waits.items() if place}
-    return [parameter.detach().cpu() for parameter in model.parameters()], waited, device.races
-
-
-def _train_in_one_process() -> list[torch.Tensor]:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for batches in _batches():
-        optimizer.zero_grad()
-        for batch in batches:
-            (model(batch).pow(2).sum() / (MICRO_BATCHES * ITEMS)).backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    return [parameter.detach().cpu() for parameter in model.parameters()], device.races
 
 
 def test_a_device_without_doubles_trains_alike() -> None:
-    results = run_ranks(partial(_train, settings={}, has_float64=False), 2, fresh=True)
+    results = run_ranks(partial(_train, has_float64=False), 2, fresh=True)
 
-    for weights, _, _ in results:
+    for weights, _ in results:
         for mine, one in zip(weights, _train_in_one_process(), strict=True):
             torch.testing.assert_close(mine, one)
 
@@ -78,7 +54,7 @@ def test_waits_that_do_nothing_are_found_as_races_and_give_other_weights() -> No
     """The negative control of the detector."""
     expected = _train_in_one_process()
 
-    for weights, _, races in run_ranks(partial(_train, settings={}, waits=False), 2, fresh=True):
+    for weights, races in run_ranks(partial(_train, waits=False), 2, fresh=True):
         assert any("_collectives/" in race for race in races)
         assert not all(torch.allclose(mine, one) for mine, one in zip(weights, expected, strict=True))
 
@@ -101,37 +77,6 @@ def test_a_collective_follows_an_awaited_collective_of_another_group() -> None:
 def test_a_collective_on_memory_of_a_group_that_was_not_awaited_is_a_race() -> None:
     for _, races in run_ranks(partial(_uses_two_groups, waits=False), 2, fresh=True):
         assert any(race.startswith("allreduce") for race in races)
-
-
-def _drops_a_collective(_: int) -> list[str]:
-    group = new_group()
-    group.waits = False
-    for _ in range(20):  # new tensors get the memory of tensors that are gone
-        dist.all_reduce(torch.ones(1000, device="sim"), group=group, async_op=True)
-        dist.barrier()
-        torch.zeros(1000, device="sim").add_(1)
-    return device.races
-
-
-def test_memory_of_a_collective_that_nobody_holds_is_no_race() -> None:
-    """torch DDP issues such a collective in each forward pass inside of join(), and never waits for it."""
-    assert run_ranks(_drops_a_collective, 2, fresh=True) == [[], []]
-
-
-def _uses_one_group(rank: int) -> tuple[float, list[str]]:
-    group = new_group()
-    tensor = torch.full((1,), rank + 1.0, device="sim")
-    works = [
-        dist.broadcast(tensor, src=0, group=group, async_op=True),
-        dist.all_reduce(tensor, group=group, async_op=True),
-    ]
-    for work in works:
-        work.wait()
-    return tensor.item(), device.races
-
-
-def test_collectives_of_one_group_follow_each_other_without_a_wait() -> None:
-    assert run_ranks(_uses_one_group, 2, fresh=True) == [(2.0, [])] * 2
 
 
 _MIXED = """
@@ -185,9 +130,9 @@ def test_the_generator_of_a_device_is_seeded_by_micro_batch_and_compared_between
     assert results[0][1] == results[1][1]
 
 
-def _logs_metrics(rank: int, *, has_float64: bool) -> tuple[dict[str, float], int]:
+def _logs_metrics(rank: int) -> tuple[dict[str, float], int]:
     group = new_group()
-    device.has_float64 = has_float64
+    device.has_float64 = False
     model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
     model(torch.ones(1, 3, device="sim")).sum().backward()
     metrics = {
@@ -200,18 +145,15 @@ def _logs_metrics(rank: int, *, has_float64: bool) -> tuple[dict[str, float], in
     return dict(record.metrics), sum(device.host_waits.values())
 
 
-@pytest.mark.parametrize("has_float64", [True, False])
-def test_metrics_on_a_device_cost_one_wait_and_keep_the_digits_of_integers(has_float64: bool) -> None:
-    for metrics, waits in run_ranks(partial(_logs_metrics, has_float64=has_float64), 2, fresh=True):
+def test_metrics_on_a_device_without_doubles_cost_one_wait_and_keep_the_digits_of_integers() -> None:
+    for metrics, waits in run_ranks(_logs_metrics, 2, fresh=True):
         assert metrics == {"loss": 2.0, "half": 3.0, "items": float(2**54 - 3)}
         assert waits == 1
 
 
-def _mixes_collectives(rank: int, *, is_checked: bool) -> tuple[str, list[float], list[float], list[float]]:
+def _mixes_collectives(rank: int) -> tuple[str, list[float], list[float], list[float]]:
     """The error of a call, the gradients after it and after the next call, and the script's own sum."""
     group = new_group()
-    if not is_checked:
-        COUNTING_BACKENDS.clear()
     model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False).to("sim"), process_group=group, checks="off")
     own = torch.full((1,), 100.0, device="sim")
     (model(torch.ones(1, 1, device="sim")) * (rank + 1)).sum().backward()
@@ -221,15 +163,12 @@ def _mixes_collectives(rank: int, *, is_checked: bool) -> tuple[str, list[float]
     first = model.module.weight.grad.cpu().flatten().tolist()
     work = work or dist.all_reduce(own, group=group, async_op=True)
     work.wait()
-    if is_checked:
-        model.all_reduce()
+    model.all_reduce()
     return str(error or ""), first, model.module.weight.grad.cpu().flatten().tolist(), own.cpu().tolist()
 
 
 def test_a_collective_of_the_script_in_another_order_is_an_error_and_never_added_to_gradients() -> None:
-    for rank, (error, first, second, own) in enumerate(
-        run_ranks(partial(_mixes_collectives, is_checked=True), 2, fresh=True)
-    ):
+    for rank, (error, first, second, own) in enumerate(run_ranks(_mixes_collectives, 2, fresh=True)):
         assert error.startswith("all_reduce() call 1: ranks have issued different numbers of collectives on process_g")
         assert "collectives since the last call: rank 1 has 0; rank 0 has 1" in error
         assert (first, second, own) == ([rank + 1.0], [1.5], [200.0])
@@ -270,13 +209,6 @@ def _is_on_the_cpu(rank: int) -> list[float]:
 
 def test_gradients_on_the_cpu_have_a_group_of_their_own_beside_a_device() -> None:
     assert run_ranks(_is_on_the_cpu, 2, fresh=True) == [[1.5, 2.0]] * 2
-
-
-def test_without_the_check_gradients_are_added_to_the_other_collective() -> None:
-    """The negative control: what the check is there for."""
-    (_, first, _, _), _ = run_ranks(partial(_mixes_collectives, is_checked=False), 2, fresh=True)
-
-    assert first != [1.5]
 
 
 def _forward_and_backward(model: nn.Module, rank: int, number: int) -> None:

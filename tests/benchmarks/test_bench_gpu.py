@@ -54,19 +54,6 @@ def test_kernels_are_told_by_kind_wherever_they_end() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        [_device_calls.CALL],  # a profiler that sees no runtime
-        ["cudaDeviceSynchronize"],
-        [_device_calls.CALL, _device_calls.CALL, "cudaDeviceSynchronize"],
-    ],
-)
-def test_a_profile_that_cannot_tell_is_refused(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="the profile holds"):
-        _device_calls.during_call([Event(name, (0, 1), on_device=False) for name in names])
-
-
 def test_speed_and_share_are_bytes_by_time_and_the_ratio_upside_down() -> None:
     summary = {"copy": {"median_ms": 2.0, "median_ratio": 1.0}, "pack": {"median_ms": 3.0, "median_ratio": 1.25}}
 
@@ -74,12 +61,6 @@ def test_speed_and_share_are_bytes_by_time_and_the_ratio_upside_down() -> None:
 
     assert [row["gigabytes_per_second"] for row in told.values()] == [3.0, 2.0]
     assert [row["share_of_copy"] for row in told.values()] == [1.0, 0.8]
-
-
-def test_the_aim_is_a_share_of_four_fifths_or_more() -> None:
-    summary = {"pack": {"share_of_copy": 0.8}, "unpack": {"share_of_copy": 0.79}}
-
-    assert bench_gpu.verdicts(summary) == {"pack": "met", "unpack": "missed"}
 
 
 def test_pack_and_unpack_move_every_byte_each_time() -> None:

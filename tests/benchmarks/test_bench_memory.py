@@ -1,6 +1,5 @@
 """Does the benchmark of memory find a second copy, in both ways to count, and is its arithmetic right?"""
 
-import mmap
 from functools import cache, partial
 from typing import Any
 
@@ -84,77 +83,6 @@ def _gradients(wrap: str, way: str, *, set_to_none: bool = False) -> float:
 def test_every_copy_of_the_gradients_is_counted(wrap: str, way: str, expected: int) -> None:
     # Transports keep about 2 MiB, 0.06, which only the kernel sees.
     assert _gradients(wrap, way) == pytest.approx(expected, abs=0.01 if way == "allocator" else 0.15)
-
-
-def test_shared_memory_counts_where_it_is_held_and_at_the_greater_end_of_a_span() -> None:
-    spans = {"one": Span(10, 30, 2), "two": Span(20, 20, 3), "three": Span(5, 25, 4)}
-
-    assert _memory.with_shared(spans, {"one": 0, "two": 100, "three": 40}) == {
-        "one": Span(10, 30, 2),
-        "two": Span(120, 120, 3),
-        "three": Span(45, 125, 4),
-    }
-
-
-@pytest.mark.thorough
-def test_gradients_made_anew_lie_beside_the_buffer_only_where_they_are_not_taken_over() -> None:
-    # The model has one gradient. While that is taken over it is there twice; what is subtracted has it once, then, too.
-    assert _gradients("torch DDP", "allocator", set_to_none=True) == pytest.approx(2, abs=0.01)
-    assert _gradients("ours", "allocator", set_to_none=True) == pytest.approx(1, abs=0.01)
-
-
-def test_under_torchrun_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-
-    with pytest.raises(SystemExit, match="start without torchrun"):
-        bench_memory.main([])
-
-
-def test_a_span_has_what_is_held_at_its_end_the_most_meanwhile_and_the_allocations() -> None:
-    told = [("", 10, 10), ("", 5, 15), ("", -5, 10), ("one", 0, 0), ("", -4, 6), ("", 2, 8), ("two", 0, 0)]
-
-    # At the begin of a span is held what was held at the end of the last one.
-    assert _memory.spans_of([*told, ("three", 0, 0)]) == {
-        "one": Span(10, 15, 2),
-        "two": Span(8, 10, 1),
-        "three": Span(8, 8, 0),
-    }
-
-
-def test_the_allocator_s_meter_counts_to_the_byte() -> None:
-    shared = mmap.mmap(-1, mmap.PAGESIZE)  # the meter counts shared pages, too, and earlier tests may leave some
-    shared[0] = 1
-    meter = _memory.AllocatorMeter()
-    with meter:
-        meter.mark("begin")
-        held = torch.ones(1000)
-        meter.mark("held")
-        torch.ones(500)  # and gone
-        meter.mark("gone")
-        del held
-        meter.mark("freed")
-
-    before = meter.spans["begin"].end_bytes
-    spans = [(span.end_bytes - before, span.peak_bytes - before, span.allocations) for span in meter.spans.values()]
-    assert spans == [(0, 0, 0), (4000, 4000, 1), (4000, 6000, 1), (0, 4000, 0)]
-
-
-@pytest.mark.skipif(not _memory.STATUS.exists(), reason="needs /proc")
-def test_the_kernel_s_meter_sees_memory_come_and_go() -> None:
-    numel, size_mib = 2**25, 128
-    with _memory.ResidentMeter() as meter:
-        meter.mark("begin")
-        held = torch.ones(numel)
-        meter.mark("held")
-        del held
-        meter.mark("freed")
-        meter.mark("end")
-
-    begin, held, freed, end = (meter.spans[name] for name in ("begin", "held", "freed", "end"))
-    assert (held.end_bytes - begin.end_bytes) / 2**20 == pytest.approx(size_mib, abs=4)
-    assert (freed.peak_bytes - begin.end_bytes) / 2**20 == pytest.approx(size_mib, abs=4)
-    assert (end.end_bytes - begin.end_bytes) / 2**20 == pytest.approx(0, abs=4)
-    assert (end.peak_bytes - begin.end_bytes) / 2**20 == pytest.approx(0, abs=4)
 
 
 def test_what_was_held_before_is_subtracted_and_the_constructor_belongs_to_the_first_step() -> None:

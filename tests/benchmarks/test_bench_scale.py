@@ -1,51 +1,18 @@
 """Does bench_scale.py go through what it says, and is its model right? Nothing here looks at a time."""
 
 import argparse
-import json
-import os
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import _alpha_beta
 import _calls
-import _control_plane
 import _fit
 import _rank_growth
-import bench_scale
 import pytest
 
 from tests.helpers.ranks import run_ranks
 
-SHORT = ("--repeats", "2", "--rounds", "1", "--warm-up", "1")
 CALLS = ["bare all_reduce", "ours, off, views", "ours, off, to pack", "ours, info, views", "ours, info, to pack"]
-STEPS = ["torch DDP", "torch DDP, bucket views", "ours, off", "ours, info", "local compute alone"]
-PHASES = {"plan", "pack", "agree", "payload", "alias"}
-
-
-def _run(rank: int, *given: str) -> None:
-    bench_scale.run(bench_scale.parse_arguments(given))
-
-
-def test_tensors_are_counted_in_calls_and_steps(tmp_path: Path) -> None:
-    path = tmp_path / "tensors.json"
-
-    run_ranks(_run, 2, "tensors", "--counts", "1", "3", "--ddp-up-to", "1", *SHORT, "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-
-    assert list(results) == ["1 tensors", "3 tensors"]
-    for count, result in zip((1, 3), results.values(), strict=True):
-        assert list(result["call"]) == CALLS
-        assert list(result["step"]) == (STEPS if count == 1 else STEPS[2:])
-        assert all(row["set_up_s"] > 0 for row in result["step"].values())
-        assert {row["n"] for table in ("call", "step") for row in result[table].values()} == {2}
-        assert {name: set(phases) for name, phases in result["phases_ms"].items()} == {
-            name: PHASES | {"digest"} if ", info," in name else PHASES for name in CALLS[1:]
-        }
-        for table, without in {"call": "bare all_reduce", "step": "local compute alone"}.items():
-            row = result[table]["ours, info" if table == "step" else "ours, info, views"]
-            beyond_ms = row["median_ms"] - result[table][without]["median_ms"]
-            assert row["us_per_tensor"] == pytest.approx(1e3 * beyond_ms / count)
 
 
 def _gradients(rank: int) -> list[Any]:
@@ -127,15 +94,6 @@ def test_a_fit_recovers_the_costs_that_made_the_times(costs: tuple[float, float,
     )
 
 
-def test_of_two_ranks_alone_the_whole_constant_is_counted_as_hops() -> None:
-    ring = _alpha_beta.Ring("true", 3e-4, 5e-5, 1e-9)
-
-    fitted = _alpha_beta.fit_ring("fitted", {key: ring.seconds(*key) for key in RUNS if key[0] == 2})
-
-    assert (fitted.call_seconds, fitted.alpha_seconds) == (0.0, pytest.approx(5e-5 + 1.5e-4))
-    assert fitted.beta_seconds == pytest.approx(1e-9)
-
-
 def test_short_times_count_as_much_as_long_ones() -> None:
     # (c - 1)^2 + (1000 c / 1500 - 1)^2 is least where c (1 + 4/9) = 1 + 2/3.
     assert _fit.fit_costs([[1.0], [1000.0]], [1.0, 1500.0]) == pytest.approx([15 / 13])
@@ -168,40 +126,3 @@ def test_a_tensor_costs_what_more_of_them_add() -> None:
 
     assert _rank_growth.seconds_per_tensor(few, many) == pytest.approx(1e-5)  # 10.96 - 1 ms for 996
     assert _rank_growth.seconds_per_tensor(many, few) == 0.0
-
-
-def test_runs_of_more_ranks_than_cores_are_fitted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    arguments = bench_scale.parse_arguments(["ranks", "--alpha-us", "3", "--gigabytes-per-second", "4"])
-    bare = {(2, 2**20): 0.002, (2, 2**24): 0.02, (4, 2**20): 0.02, (4, 2**24): 0.2}
-
-    (given, _), (roomy, roomy_times), (crowded, crowded_times) = _rank_growth._networks(bare, arguments)
-
-    assert (given.call_seconds, given.alpha_seconds, given.beta_seconds) == (0.0, 3e-6, 0.25e-9)
-    assert (roomy.name, list(roomy_times)) == ("fitted to the runs of up to 2 ranks", [(2, 2**20), (2, 2**24)])
-    assert crowded.name == "fitted to all runs, up to 4 ranks; inflated by oversubscription"
-    assert crowded_times == bare
-
-
-def test_residuals_tell_the_typical_and_the_worst() -> None:
-    ring = _alpha_beta.Ring("by hand", call_seconds=1.0, alpha_seconds=0.0, beta_seconds=0.0)
-
-    assert _alpha_beta.residuals(ring, {(2, 8): 2.0, (4, 8): 0.5}) == {(2, 8): -0.5, (4, 8): 1.0}
-    assert _fit.typical_and_worst({"a": 0.1, "b": -0.4, "c": 0.2}) == (0.2, "b")
-
-
-def test_the_median_rank_and_the_hub_are_told_apart() -> None:
-    ranks = [(number == 2, {"ours": {"descriptors": count}}) for number, count in enumerate((14.0, 15.0, 28.0, 16.0))]
-
-    assert _control_plane.summarize_ranks(ranks) == {"ours": {"descriptors": {"median": 15.0, "hub": 28.0}}}
-
-
-def test_more_than_the_memory_is_refused_before_it_is_taken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")  # 6 GiB each
-
-    with pytest.raises(SystemExit):
-        bench_scale.parse_arguments(["bytes"])
-
-    assert "the ranks would need 6000 GiB, and this machine has" in capsys.readouterr().err

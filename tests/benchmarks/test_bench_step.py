@@ -1,112 +1,20 @@
 """Do the benchmarks of a step and of the call compare equal work, and count right? Nothing here looks at a time."""
 
-import argparse
-import contextlib
 import gc
-import io
-import json
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import _measure
 import _parity
 import _ways
 import _workloads
-import bench_all_reduce
 import bench_step
 import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import SyncRecord
 from tests.helpers.ranks import run_ranks
-
-SHORT = ("--layers", "1", "--repeats", "1", "--rounds", "2", "--warm-up", "0")
-ALL_WAYS = [
-    "torch DDP",
-    "torch DDP, bucket views",
-    "torch DDP, static graph",
-    "ours, off",
-    "ours, info",
-    "one collective per parameter",
-    "local compute + bare all_reduce",
-    "local compute alone",
-    "torch DDP again",
-]
-PHASES = {"plan", "pack", "agree", "payload", "alias"}
-PHASES_OF_INFO = PHASES | {"digest"}  # of a part of the replica
-
-
-def _print_step(rank: int, *given: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        bench_step.run(bench_step.parse_arguments(given))
-    return printed.getvalue()
-
-
-def test_step_writes_a_table_per_update_freq_with_aims_and_verdicts(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-    given = ("--models", "transformer", "--update-freq", "1", "2", "--set-to-none", "yes", *SHORT)
-
-    printed = run_ranks(_print_step, 2, *given, "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-
-    titles = [f"step of transformer, update-freq {n}, set_to_none=yes, 2 ranks" for n in (1, 2)]
-    assert list(results) == titles
-    for result in results.values():
-        assert list(result["variants"]) == ALL_WAYS
-        assert {row["n"] for row in result["variants"].values()} == {2}
-        phased = {name: set(row["phase_ms"]) for name, row in result["variants"].items() if "phase_ms" in row}
-        assert phased == {"ours, off": PHASES, "ours, info": PHASES_OF_INFO}
-        assert result["aims"] == {"ours, off / torch DDP, bucket views": 0.82, "ours, info / ours, off": 1.05}
-        assert result["ratios"]["ours, off / torch DDP"] == result["variants"]["ours, off"]["median_ratio"]
-        assert set(result["verdicts"].values()) <= {"met", "missed"}
-        assert result["verdicts"].keys() == result["aims"].keys()
-    assert printed[1] == ""
-    assert all(title in printed[0] for title in titles)
-    assert max(map(len, printed[0].splitlines())) <= 80
-
-
-def _run_all_reduce(rank: int, *given: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        bench_all_reduce.run(bench_all_reduce.parse_arguments(given))
-    return printed.getvalue()
-
-
-def test_all_reduce_writes_the_calls_and_their_parts(tmp_path: Path) -> None:
-    path = tmp_path / "call.json"
-
-    printed = run_ranks(_run_all_reduce, 2, *SHORT, "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-
-    calls, parts = results["call, transformer, 2 ranks"], results["parts, transformer, 2 ranks"]
-    ours = [
-        "ours, off, views",
-        "ours, info, views",
-        "ours, off, to pack",
-        "ours, info, to pack",
-        "ours, off, gradient_as_bucket_view=False",
-    ]
-    bare = ["bare all_reduce", "bare all_reduce again"]
-    assert list(calls["variants"]) == [*bare, *ours, "one collective per parameter"]
-    assert calls["aims"] == {"ours, off, views": 0.42, "ours, info, views": 0.55}
-    assert calls["verdicts"].keys() == calls["aims"].keys()
-    phased = {name: row["phase_ms"].keys() for name, row in calls["variants"].items() if "phase_ms" in row}
-    assert phased == {name: PHASES_OF_INFO if ", info," in name else PHASES for name in ours}
-    assert list(parts["variants"]) == [
-        "bare all_reduce",
-        "copy gradients into the flat tensor",
-        "exchange headers",
-        "divide the flat tensor",
-        "norm of the flat tensor",
-        "assign views to .grad",
-    ]
-    for row in (*calls["variants"].values(), *parts["variants"].values()):
-        assert row["n"] == 2
-    assert max(map(len, printed[0].splitlines())) <= 80
-
 
 SMALL_MODELS = {
     "dense": (partial(nn.Linear, 3, 2), lambda count: list(torch.randn(count, 4, 3))),
@@ -227,37 +135,6 @@ def test_ranks_and_steps_have_data_of_their_own_and_the_same_each_time() -> None
     assert len({value for own in sums for value in own}) == 6
 
 
-def test_the_bare_all_reduce_carries_the_bytes_of_the_gradients() -> None:
-    assert _ways.flat_like(nn.Linear(3, 2)).tolist() == [0.0] * 8
-
-
-def test_the_parts_of_a_call_copy_and_assign_every_gradient() -> None:
-    model = nn.Linear(1, 2)
-    parameters, flat = list(model.parameters()), _ways.flat_like(model)
-    views = bench_all_reduce._views(flat, parameters)
-    model.weight.grad, model.bias.grad = torch.tensor([[1.0], [2.0]]), torch.tensor([3.0, 4.0])
-
-    bench_all_reduce._copy(views, parameters)
-    bench_all_reduce._assign(views, parameters)
-    flat.mul_(2)
-
-    assert (model.weight.grad.tolist(), model.bias.grad.tolist()) == ([[2.0], [4.0]], [6.0, 8.0])
-
-
-def test_what_makes_no_sense_for_a_model_is_left_out() -> None:
-    left_out = {name: set(ALL_WAYS) - set(_ways.ways_for(name)) for name in _workloads.WORKLOADS}
-
-    assert list(_ways.WAYS) == ALL_WAYS
-    assert left_out == {
-        "transformer": set(),
-        "resnet": set(),
-        "small": set(),
-        "tiny": {"one collective per parameter"},
-        "embedding": {"torch DDP, static graph", "local compute + bare all_reduce", "local compute alone"},
-        "sparse embedding": {"torch DDP, bucket views", "local compute + bare all_reduce"},
-    }
-
-
 def test_aims_are_those_of_a_model_of_its_micro_batches_and_of_two_ranks() -> None:
     few, many = (bench_step.aims_for("transformer", update_freq, 2) for update_freq in (3, 16))
 
@@ -302,76 +179,3 @@ def test_processor_time_is_compared_within_its_round_like_time() -> None:
     row = _measure.summarize([reference, variant])["two"]
 
     assert (row["cpu_ms"], row["cpu_ratio"]) == (8000.0, 3.0)
-
-
-def test_columns_stay_apart_however_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"median_ms": 75_300.831, "p90_ms": 83_643.09, "median_ratio": 1234.5678}
-
-    _measure.print_table("step", {"ours, off, gradient_as_bucket_view=False": row})
-
-    *_, line = capsys.readouterr().out.splitlines()
-    assert line.split()[-3:] == ["75300.83ms", "83643.09ms", "1234.568"]
-    assert len(line) <= 80
-
-
-class _Held:
-    """Something that two attributes hold to, as wrappers and hooks do each other."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def _return_record(held: _Held, record: SyncRecord) -> SyncRecord:
-    assert held.itself is held
-    return record
-
-
-def _build_thrice(rank: int) -> tuple[list[int], list[list[float]], int]:
-    alive: list[weakref.ref[_Held]] = []
-    alive_at_build = []
-
-    def build() -> list[Any]:
-        alive_at_build.append(sum(held() is not None for held in alive))
-        variants = []
-        for name in ("one", "two"):
-            held = _Held()
-            alive.append(weakref.ref(held))
-            record = SyncRecord(1, True, seconds={"plan": float(len(alive_at_build))})
-            variants.append(_measure.Variant(name, partial(_return_record, held, record)))
-        return variants
-
-    variants = _measure.measure(build, argparse.Namespace(repeats=3, rounds=2, warm_up=1))
-    plans = [[seconds["plan"] for seconds in variant.phases] for variant in variants]
-    return alive_at_build, plans, len(variants[0].seconds)
-
-
-def test_one_building_is_in_memory_at_a_time_and_all_of_them_count() -> None:
-    ((alive_at_build, plans, count),) = run_ranks(_build_thrice, 1)
-
-    assert alive_at_build == [0, 0, 0]
-    assert plans == [[1.0, 1.0, 2.0, 2.0, 3.0, 3.0]] * 2
-    assert count == 6
-
-
-def test_quick_is_short_for_options_and_what_else_is_given_counts() -> None:
-    quick, changed, full = (
-        bench_step.parse_arguments(given) for given in (["--quick"], ["--rounds", "5", "--quick"], [])
-    )
-
-    assert (quick.models, quick.update_freq, quick.set_to_none) == (["transformer"], [1, 4], ["yes"])
-    assert (quick.rounds, changed.rounds) == (4, 5)
-    assert full.models == ["transformer", "resnet", "small", "tiny", "embedding", "sparse embedding"]
-    assert (full.update_freq, full.set_to_none, full.repeats * full.rounds) == ([1, 4, 16], ["yes", "no"], 40)
-
-
-def _run_alone(rank: int) -> list[str]:
-    return [
-        _exit_text(lambda bench=bench: bench.run(bench.parse_arguments([]))) for bench in (bench_step, bench_all_reduce)
-    ]
-
-
-def test_a_single_rank_has_nothing_to_compare() -> None:
-    ((step, call),) = run_ranks(_run_alone, 1)
-
-    assert step == "nothing to synchronise: got 1 rank, expected 2 or more; raise --nproc-per-node"
-    assert call == "nothing to reduce: got 1 rank, expected 2 or more; raise --nproc-per-node"

@@ -1,6 +1,5 @@
 """The figures of performance in prose: each is filled from a results file, or stands in a list with the reason."""
 
-import importlib
 import re
 from pathlib import Path
 
@@ -123,22 +122,3 @@ def test_markers_of_figures_that_are_wrong_are_an_error(tmp_path: Path, text: st
 
     with pytest.raises(tables.TableError, match=said):
         tables.fill(text, {}, tmp_path, figures=figures)
-
-
-def test_only_the_figure_of_a_sentence_changes(tmp_path: Path) -> None:
-    (tmp_path / "some.json").write_text('{"results": {"low": 1.25, "high": 2, "words": "a|b"}}')
-    figures = {
-        "range": importlib.import_module("_table").figure("some.json", ("high",), ("low",)),
-        "words": tables.Column("", (("words",),), "{}", is_text=True, file="some.json"),
-    }
-
-    filled = tables.fill(
-        "from <!-- figure: range -->3<!-- end --> on\n| <!-- figure: words --><!-- end --> |",
-        {},
-        tmp_path,
-        figures=figures,
-    )
-
-    assert filled == (
-        "from <!-- figure: range -->1.25 to 2.00<!-- end --> on\n| <!-- figure: words -->a\\|b<!-- end --> |"
-    )

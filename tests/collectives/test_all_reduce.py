@@ -259,24 +259,6 @@ def test_plain_and_weighted_calls_do_not_mix() -> None:
     assert results[0][1]
 
 
-@on_ranks(2)
-def _edit_by_hand(rank: int) -> list[Grads]:
-    wrapped = wrap_module([torch.zeros(2), torch.zeros(2)])
-    set_gradients(wrapped, [torch.full((2,), 2.0 * rank), None])
-    wrapped.all_reduce(sample_size=1)  # (0 + 2) / 2
-    first = get_gradients(wrapped)
-    wrapped.module[0].grad.mul_(rank * 2.0)
-    wrapped.module[1].grad = torch.full((2,), 6.0)
-    wrapped.all_reduce(sample_size=2)  # (0 + 2) / 4 and (6 + 6) / 4
-    return [first, get_gradients(wrapped)]
-
-
-def test_gradients_assigned_and_edited_by_hand_count() -> None:
-    for first, second in _edit_by_hand():
-        assert all_bits(first) == [bits_of(torch.ones(2)), None]
-        assert all_bits(second) == [bits_of(torch.full((2,), 0.5)), bits_of(torch.full((2,), 3.0))]
-
-
 def test_gradient_missing_everywhere_stays_none_and_missing_somewhere_counts_as_zeros() -> None:
     one = torch.full((2,), 4.0)
     some: list[Grads] = [[None, one, one, None, None], [None, None, one, one, None]]

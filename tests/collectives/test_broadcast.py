@@ -13,6 +13,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, gradient_values, wrap
 from tests.helpers.small_sizes import broadcast_chunks_of
+from tests.helpers.tiers import thorough
 
 _FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 _DTYPES = [
@@ -246,13 +247,13 @@ def _other_buffer(rank: int, how: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize("how, word", [("shape", "float32 (3,)"), ("dtype", "int32 (2,)")])
-def test_a_buffer_that_differs_is_named(how: str, word: str) -> None:
-    results = run_ranks(_other_buffer, 3, how)
+def test_a_buffer_that_differs_is_named() -> None:
+    found = run_cases(_other_buffer, 3, {how: (how,) for how in _BUFFERS})
 
-    assert len(set(results)) == 1
-    assert results[0].startswith("LayoutError: ")
-    assert f"buffer 'running_var': rank 1 has {word}" in results[0]
+    for how, word in {"shape": "float32 (3,)", "dtype": "int32 (2,)"}.items():
+        assert len(set(found[how])) == 1
+        assert found[how][0].startswith("LayoutError: ")
+        assert f"buffer 'running_var': rank 1 has {word}" in found[how][0]
 
 
 _WITHOUT_VALUES: dict[str, Callable[[], torch.Tensor]] = {
@@ -272,9 +273,9 @@ def _unusable_buffer(rank: int, how: str) -> str:
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")
-@pytest.mark.parametrize("how", _WITHOUT_VALUES)
-def test_a_buffer_without_dense_values_is_refused_by_name(how: str) -> None:
-    assert len(set(run_ranks(_unusable_buffer, 2, how))) == 1
+def test_a_buffer_without_dense_values_is_refused_by_name() -> None:
+    for texts in run_cases(_unusable_buffer, 2, {how: (how,) for how in _WITHOUT_VALUES}).values():
+        assert len(set(texts)) == 1
 
 
 def _expanded_on(rank: int, guilty: int) -> tuple[str, str, float]:
@@ -289,7 +290,7 @@ def _expanded_on(rank: int, guilty: int) -> tuple[str, str, float]:
 
 
 @pytest.mark.cpu("the text names the device")
-@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("guilty", [thorough(0), 1])
 def test_a_buffer_expanded_on_one_rank_only_is_named_and_not_broadcast(guilty: int) -> None:
     for rank, (kind, text, total) in enumerate(run_ranks(_expanded_on, 2, guilty)):
         assert kind == "LayoutError"

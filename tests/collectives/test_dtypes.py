@@ -34,26 +34,6 @@ from tests.helpers.tiers import thorough
 pytestmark = pytest.mark.usefixtures("transport")
 
 
-def test_first_parameters_dtype_does_not_touch_the_others() -> None:
-    firsts = (torch.bfloat16, torch.float16, torch.complex64)
-    grads: dict[torch.dtype, Grads] = {
-        first: [
-            torch.ones(2, dtype=first),
-            torch.tensor([1.001, 1e5, 1e30]),
-            torch.tensor([1e300, 1 + 2**-50], dtype=torch.float64),
-        ]
-        for first in firsts
-    }
-
-    check_case(
-        {
-            first: Case([torch.zeros_like(g) for g in grads[first] if g is not None], [grads[first]] * 2)
-            for first in firsts
-        },
-        grads,
-    )
-
-
 @pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize(
     "world_size, table",
@@ -175,32 +155,6 @@ def test_gradients_have_the_strides_that_torch_would_choose_for_the_parameter() 
         for like, (result, strides) in zip(likes, results, strict=True):
             assert all_bits(result) == [bits_of(torch.full(like.shape, 2.0))]
             assert strides == [torch.empty_like(like).stride()]
-
-
-def test_scalar_and_empty_parameters_are_reduced() -> None:
-    sets: list[list[tuple[int, ...]]] = [[()], [(0,)], [(0, 3)], [(), (0,), (2,), (0, 3), ()]]
-
-    check_case(
-        {
-            str(shapes): Case(
-                [torch.zeros(shape) for shape in shapes],
-                [[torch.full(shape, 2.0 * rank + 1) for shape in shapes] for rank in range(2)],
-            )
-            for shapes in sets
-        },
-        {str(shapes): [torch.full(shape, 2.0) for shape in shapes] for shapes in sets},
-    )
-
-
-@on_ranks(2, [([4.0] * 4, 4 * 4)] * 2)
-def test_tied_parameter_is_reduced_once(rank: int) -> tuple[list[float], int]:
-    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    module[1].weight = module[0].weight
-    wrapped = LegacyDistributedDataParallel(module)
-    module[0].weight.grad = torch.full((2, 2), 2.0 + 4 * rank)
-    record = wrapped.all_reduce()
-    assert module[1].weight.grad is module[0].weight.grad
-    return module[0].weight.grad.flatten().tolist(), record.payload_bytes
 
 
 _COMPLEX = torch.complex(torch.tensor([math.inf, 0.0, 3.0]), torch.tensor([0.0, -math.inf, 6.0]))

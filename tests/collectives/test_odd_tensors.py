@@ -111,7 +111,7 @@ def _change(rank: int, change: Callable[[Any], None] | None, checks: Any, ranks:
     model = LegacyDistributedDataParallel(_Adapted(1.0), checks=checks)
     optimizer = torch.optim.SGD(model.module.adapter.parameters(), lr=0.125)
     said = []
-    for step in range(2 * _ROTATION):
+    for step in range(4 if checks == "detail" else 2 * _ROTATION):
         optimizer.zero_grad()
         model(torch.tensor([1.0, rank])).sum().backward()
         try:

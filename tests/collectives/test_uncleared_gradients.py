@@ -326,6 +326,7 @@ def test_a_layer_unfrozen_between_calls_hides_no_addition() -> None:
     model.all_reduce(sample_size=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("clear", ["zero_grad()", "zero_grad(set_to_none=False)", "clip"])
 def test_a_compiled_model_and_a_scaler_change_nothing(clear: str) -> None:

@@ -1,5 +1,8 @@
 """No warning and no error in healthy trainings by Lightning and accelerate, with default settings.
 
+No story of tests/lightning may warn either, nor the loop of test_with_libraries.py; here the loops are longer than a
+rotation of digests.
+
 Run as a script, this file is one of two ranks, which leaves the warnings of legacy_ddp in FOLDER:
 ``test_clean_libraries.py FOLDER LOOP``.
 """
@@ -18,9 +21,9 @@ from torch.nn.functional import cross_entropy
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers import logged_warnings
 from tests.helpers.scripts import fork_ranks
-from tests.helpers.tiers import thorough_but
 
 BATCHES = 48
+pytestmark = pytest.mark.thorough
 
 
 def _lightning(**options: Any) -> None:
@@ -84,7 +87,7 @@ def _main() -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("loop", thorough_but(["lightning, clipped, two micro-batches"], LOOPS))
+@pytest.mark.parametrize("loop", LOOPS)
 def test_nothing_is_said_of_a_healthy_training_by_a_library(loop: str, tmp_path: Path) -> None:
     library = loop.split(",")[0].split()[0]
     pytest.importorskip(library, reason=f"needs {library}")

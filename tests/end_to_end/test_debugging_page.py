@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_ranks, fork_script
-from tests.helpers.tiers import count
+from tests.helpers.tiers import count, thorough
 
 HUNTS = count(10, 4)
 PAGE = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def test_the_hunt_of_one_bit_prints_what_the_page_shows() -> None:
     )
 
 
-@pytest.mark.parametrize("script", ["nan.py", "batch_norm.py"])
+@pytest.mark.parametrize("script", ["nan.py", thorough("batch_norm.py")])
 def test_a_hunt_prints_what_the_page_shows(script: str) -> None:
     run = _launch(f"hunts/{script}")
     shown = _without_numbers(_shown_after(f"--nproc-per-node 3 examples/hunts/{script}\n"))
@@ -76,6 +76,7 @@ def test_a_hunt_prints_what_the_page_shows(script: str) -> None:
     assert printed == shown
 
 
+@pytest.mark.thorough
 def test_the_hunt_of_a_forgotten_call_names_the_rank_that_forgot_it() -> None:
     run = _launch("hunts/forgotten_call.py")
     shown = " ".join("\n".join(_shown_after("examples/hunts/forgotten_call.py\n")).split())

@@ -373,14 +373,6 @@ def test_progress_without_tqdm_is_lines(monkeypatch: pytest.MonkeyPatch, capsys:
     assert len(lines) == 10
 
 
-def test_progress_of_other_ranks_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = _progress.Progress(0, 1, visible=False)
-    progress.show(1, 2.5)
-    progress.close()
-
-    assert capsys.readouterr() == ("", "")
-
-
 def test_train_digits_without_scikit_learn_names_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,7 +68,7 @@ def _happen(fault: str, model: LegacyDistributedDataParallel) -> None:
         thorough("raises", "destroyed", 1),
         thorough("raises", "exits", 1),
         ("is killed", "exits", 1),
-        ("fails in the call", "", 1),
+        thorough("fails in the call", "", 1),
         thorough("fails in the call", "exits", 1),
         thorough("fails in the call", "exits later", 1),
         ("disagrees", "wrapped", 0),  # shows the traceback

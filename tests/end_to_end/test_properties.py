@@ -249,7 +249,7 @@ def test_one_rank_equals_the_single_process(trainings: list[Training]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=count(50, 12), phases=_PHASES)
+@settings(max_examples=count(50, 6), phases=_PHASES)
 @given(st.lists(_trainings(2), min_size=1, max_size=6))
 def test_two_ranks_equal_the_single_process(trainings: list[Training]) -> None:
     _check_trainings(trainings, 2)
@@ -414,7 +414,7 @@ def test_headers_survive_the_wire(rows: list[tuple[Any, ...]]) -> None:
 
     assert {len(alike + others) for alike, others in encoded} == {128}
     found = Headers(*(b"".join(parts) for parts in zip(*encoded, strict=True)))
-    assert (len(found), found.rows, found.flags) == (len(rows), headers, [header.flags for header in headers])
+    assert (found.size, found.rows, found.flags) == (len(rows), headers, [header.flags for header in headers])
     for field in fields(Header)[4:]:
         values = [getattr(header, field.name) for header in headers]
         assert found.column(field.name) == values

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_ranks, fork_script
 
@@ -68,6 +70,7 @@ def test_the_readme_s_recorder_goes_around_the_loop_of_its_example(tmp_path: Pat
     assert "Their seeds differ." in found.stdout
 
 
+@pytest.mark.thorough  # tests/debug has the texts of the command
 def test_the_command_answers_what_the_readme_shows(tmp_path: Path) -> None:
     shown = re.search(r"^    \$ legacy-ddp diff before after\n((?:    .*\n|\n)+)", README, re.MULTILINE)
     assert shown

@@ -98,7 +98,7 @@ def test_nothing_is_said_of_a_wrapper_s_first_two_calls_however_long_they_take(w
 
 def _gan(rank: int, folder: Path) -> None:
     generator, critic = Training(folder), Training(folder)
-    for _ in range(60):
+    for _ in range(20):
         for _ in range(5):
             critic.step()
         generator.step()

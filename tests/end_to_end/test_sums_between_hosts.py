@@ -19,13 +19,13 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
 from tests.helpers.hosts import Hosts, reason_not_permitted
 from tests.helpers.rank_faults import do_when
-from tests.helpers.tiers import thorough
 
 VICTIM = 3
 SIZES = (5, 300_000, 64)
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,  # tests/transport has the same sums and the same loss on hosts of one network
     pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted())),
 ]
 
@@ -69,7 +69,7 @@ def _write(path: Path, facts: Any) -> None:
     path.with_suffix(".part").rename(path)
 
 
-@pytest.mark.parametrize("mode", [(), thorough(("reproducible",))])
+@pytest.mark.parametrize("mode", [(), ("reproducible",)])
 def test_sums_are_right_to_the_last_bit_and_a_rank_killed_on_one_host_is_named_on_both(
     tmp_path: Path, mode: tuple[str, ...]
 ) -> None:

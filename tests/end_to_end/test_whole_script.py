@@ -50,6 +50,7 @@ def test_the_whole_script_resumes_to_the_same_bits(whole: Any, tmp_path: Path) -
     assert not torch.equal(before["module"]["0.weight"], undisturbed["module"]["0.weight"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("whole", [2], indirect=True, ids=["2-ranks"])
 def test_the_whole_script_ends_in_the_same_bits_when_it_is_compiled(whole: Any, tmp_path: Path) -> None:
     _, uncompiled, output = whole

@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.besides_ddp import Side, batches, loss_of, net, weights
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 
 def _train(rank: int, side: Side, where: str, backend: str) -> tuple[dict[str, torch.Tensor], int, int]:
@@ -38,7 +39,7 @@ def expected() -> list[dict[str, torch.Tensor]]:
     return [state for state, *_ in run_ranks(_train, 2, Side(ours=False), "nowhere", "eager")]
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("where", [thorough("inside"), "outside"])
 def test_a_compiled_model_is_one_graph_and_ends_with_the_bits_of_torch_ddp(
     expected: list[dict[str, torch.Tensor]], where: str
 ) -> None:

@@ -82,12 +82,6 @@ def reduced_on_all(cases: Mapping[Any, Case]) -> dict[Any, Grads]:
     return {label: grads for label, (grads, _) in zip(cases, results[0], strict=True)}
 
 
-def reduced_by(
-    parameters: Sequence[torch.Tensor], grads: Sequence[Grads], parts: Sequence[Part] = Case.parts, **options: Any
-) -> Grads:
-    return reduced_on_all({"": Case(parameters, grads, parts, options)})[""]
-
-
 def both_ways(cases: Mapping[Any, Case]) -> dict[Any, Case]:
     """Each case with gradients as views and without."""
     return {

@@ -1,15 +1,12 @@
 """Are the forked children of a script children like any other?"""
 
 import json
-import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import processes
 from tests.helpers.forked_children import _ENVIRON
 from tests.helpers.scripts import fork_script, fork_torchrun
 
@@ -64,53 +61,6 @@ print(json.dumps([process.returncode for process in processes]))
     assert _said(program) == list(ENDS.values())
 
 
-def test_at_its_end_a_child_waits_for_threads_and_calls_exit_functions_and_keeps_its_objects_till_then() -> None:
-    child = """
-import atexit, threading, time
-class Kept:
-    def __del__(self):
-        print("deleted")
-kept = Kept()
-atexit.register(print, "at exit")
-threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
-"""
-    program = f"print(json.dumps(start('-c', {child!r}).communicate()[0].split()))"
-
-    assert _said(program) == ["thread", "at", "exit", "deleted"]
-
-
-def test_a_file_and_a_module_get_their_arguments_and_their_folder(tmp_path: Path) -> None:
-    (tmp_path / "told.py").write_text("import json, sys; print(json.dumps([__name__, sys.argv, sys.path[0]]))")
-    commands = (["told.py", "-x", "1"], ["-m", "told", "-x", "1"])
-
-    file, module = _said(f"print(json.dumps([said(*command) for command in {commands!r}]))", cwd=tmp_path)
-
-    assert file == ["__main__", ["told.py", "-x", "1"], str(tmp_path)]
-    assert module == ["__main__", [str(tmp_path / "told.py"), "-x", "1"], str(tmp_path)]
-
-
-ENVIRONMENT = """
-import json, os
-shown = open("/proc/self/environ").read().split("\\0")
-print(json.dumps([os.environ.get("A"), os.environ.get("B"), [text for text in shown if text[:2] in ("A=", "B=")]]))
-"""
-
-
-def test_environment_and_folder_are_those_asked_for_and_shown_in_proc(tmp_path: Path) -> None:
-    program = f"""
-os.environ["A"] = "1"
-inherited = said("-c", {ENVIRONMENT!r})
-given = said("-c", {ENVIRONMENT!r}, env={{**os.environ, "B": "2"}})
-folders = [said("-c", "import json, os; print(json.dumps(os.getcwd()))", cwd=cwd) for cwd in (None, {str(tmp_path)!r})]
-print(json.dumps([inherited, given, folders]))
-"""
-    inherited, given, folders = _said(program, cwd=Path("/"))
-
-    assert inherited == ["1", None, ["A=1"]]
-    assert given == ["1", "2", ["A=1", "B=2"]]
-    assert folders == ["/", str(tmp_path)]
-
-
 WAITS = "import time; print('ready', flush=True); time.sleep(60)"
 HEARS = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7))\n" + WAITS
 
@@ -152,32 +102,6 @@ command, options = {how}
 print(json.dumps(json.loads(subprocess.run(command, capture_output=True, text=True, **options).stdout)))
 """
     assert _said(program) is False
-
-
-def test_of_a_killed_script_nothing_is_left_but_what_it_started(tmp_path: Path) -> None:
-    program = f"""
-process = start("-c", {WAITS!r})
-process.stdout.readline()
-children = open(f"/proc/self/task/{{os.getpid()}}/children").read().split()
-open({str(tmp_path / "children")!r}, "w").write(json.dumps([process.pid, *map(int, children)]))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    run = fork_script("-c", BEFORE + program, forks_children=True)
-    child, *children = json.loads((tmp_path / "children").read_text())
-
-    assert run.returncode == -signal.SIGKILL
-    assert len(children) == 2  # the other one is the template
-    (template,) = set(children) - {child}
-    assert _is_gone(template)
-    assert processes.state(child) != "Z"  # as any other process
-    os.kill(child, signal.SIGKILL)
-
-
-def _is_gone(pid: int) -> bool:
-    give_up = time.monotonic() + 30
-    while processes.state(pid) != "Z" and time.monotonic() < give_up:
-        time.sleep(0.01)
-    return processes.state(pid) == "Z"
 
 
 RANK = """

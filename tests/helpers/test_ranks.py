@@ -37,15 +37,6 @@ def _identity(rank: int) -> int:
     return rank
 
 
-def _facts(rank: int) -> tuple[int, int, int]:
-    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
-
-
-def _views(rank: int, base: torch.Tensor) -> dict[str, torch.Tensor]:
-    base += rank
-    return {"whole": base, "row": base[1], "weight": torch.nn.Parameter(base.clone())}
-
-
 def _raise_on(guilty: int, rank: int) -> None:
     if rank == guilty:
         raise ValueError("the planted error")
@@ -166,18 +157,6 @@ def test_results_come_in_rank_order(world_size: int) -> None:
     assert run_ranks(_identity, world_size) == list(range(world_size))
 
 
-def test_tensors_travel_by_value() -> None:
-    base = torch.zeros(3, 2)
-
-    first, second = run_ranks(_views, 2, base)
-
-    assert torch.equal(base, torch.zeros(3, 2))
-    assert torch.equal(first["whole"], torch.zeros(3, 2))
-    assert torch.equal(second["row"], torch.ones(2))
-    assert not second["whole"].is_shared()
-    assert second["weight"].requires_grad
-
-
 class Failing(NamedTuple):
     """A job, its number of ranks and its options; what the failure says, and the ranks that it names."""
 
@@ -254,10 +233,6 @@ def test_a_hanging_rank_is_named_with_its_stack_and_no_process_survives(tmp_path
     assert _alive(int(path.name) for path in tmp_path.iterdir()) == []
 
 
-def test_no_fresh_process_survives_its_job() -> None:
-    assert _alive(run_ranks(_pid, 2, fresh=True)) == []
-
-
 # Processes that are kept
 
 
@@ -266,10 +241,6 @@ def test_processes_run_several_jobs() -> None:
 
     assert set(run_ranks(_pid, 2)) == set(first)
     assert set(run_ranks(_pid, 3)) > set(first)
-
-
-def test_groups_of_two_jobs_do_not_meet() -> None:
-    assert [run_ranks(_sum_of_ranks, size) for size in (2, 3, 1, 2)] == [[1.0] * 2, [3.0] * 3, [0.0], [1.0] * 2]
 
 
 def test_jobs_start_with_the_same_random_number() -> None:
@@ -292,13 +263,3 @@ def test_a_process_that_died_between_two_jobs_fails_the_next_job() -> None:
 
     with pytest.raises(AssertionError, match="a rank died after 0 jobs: got exit code -11"):
         pool.take(1, "cpu", fresh=False)
-
-
-def test_an_exit_code_other_than_0_fails_the_end_of_the_pool() -> None:
-    pool = RankPool()
-    (process,) = pool.take(1, "cpu", fresh=False)
-    pool.give_back(process)
-    os.kill(process.process.pid, signal.SIGABRT)
-
-    with pytest.raises(AssertionError, match="-6 after 0 jobs"):
-        pool.close()

@@ -38,18 +38,6 @@ def test_a_page_holds_what_the_results_say(page: Path) -> None:
     assert tables.fill(text, tables.TABLES) == text, "run: python benchmarks/tables.py --write"
 
 
-def test_the_table_of_digests_finds_its_numbers_in_results_of_its_script(tmp_path: Path) -> None:
-    row = {"share": 0.00456, "longer": 0.0021, "longer_95": [-0.001, 0.0052], "step_ms": 27.06}
-    names = ("train_lm", "1,000 small tensors", "transformer")
-    results = {f"step of {name}, 2 ranks": row for name in names}
-    (tmp_path / "digest_2.json").write_text(json.dumps({"results": results}))
-
-    lines = tables.render(tables.TABLES["digests"], tmp_path).splitlines()
-
-    assert lines[2] == "| the main job's model | 0.0021 | -0.0010 | 0.0052 | 0.0046 | 27.1 ms |"
-    assert len(lines) == 5
-
-
 def test_every_table_stands_on_one_page() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
 
@@ -102,17 +90,6 @@ def test_a_missing_number_is_an_error_that_names_file_and_place(folder: Path, pl
     assert str(folder / "some.json") in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [None, "{"])
-def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, content: str | None) -> None:
-    if content:
-        (tmp_path / "some.json").write_text(content)
-
-    with pytest.raises(tables.TableError) as caught:
-        tables.render(_table(RATIO), tmp_path)
-
-    assert f"{tmp_path / 'some.json'} cannot be read" in str(caught.value)
-
-
 def test_only_what_is_between_the_markers_changes(folder: Path) -> None:
     text = "before\n<!-- table: a -->\nold\n<!-- end -->\nbetween\n<!-- table: a -->\n<!-- end -->\nafter\n"
     table = _table(RATIO)
@@ -135,22 +112,6 @@ def test_only_what_is_between_the_markers_changes(folder: Path) -> None:
 def test_markers_that_are_wrong_are_an_error(folder: Path, text: str, said: str) -> None:
     with pytest.raises(tables.TableError, match=said):
         tables.fill(text, {"a": _table(RATIO)}, folder)
-
-
-def test_writing_mends_all_pages_or_none(tmp_path: Path) -> None:
-    stale, wrong = tmp_path / "stale.md", tmp_path / "wrong.md"
-    stale.write_text("<!-- table: step -->\nold\n<!-- end -->\n")
-    wrong.write_text("<!-- table: nothing -->\n<!-- end -->\n")
-
-    step = {"step": tables.TABLES["step"]}
-
-    with pytest.raises(tables.TableError):
-        tables.write([stale, wrong], step)
-    assert "old" in stale.read_text()
-
-    assert tables.write([stale], step) == [stale]
-    assert tables.write([stale], step) == []
-    assert stale.read_text() == f"<!-- table: step -->\n{tables.render(tables.TABLES['step'])}<!-- end -->\n"
 
 
 @pytest.mark.parametrize("count", [0, 2])
@@ -200,18 +161,3 @@ def test_a_bar_of_a_chart_is_as_long_as_its_ratio_and_has_the_interval_of_the_me
     assert svg.count(' z"') == 1  # the tip of the cut bar
     ((low, high),) = re.findall(r'd="M([\d.]+) [\d.]+ H([\d.]+)"', svg)
     assert float(high) - float(low) == pytest.approx(2 * 0.314 * full / 2.5, abs=0.2)
-
-
-def test_a_chart_of_growth_has_points_for_runs_and_lines_for_models_on_axes_of_powers(tmp_path: Path) -> None:
-    ways = {"all_gather": {"exchange_ms": {"2": 1, "8": 100}}, "tree": {"exchange_ms": {"2": 1, "8": 10}}}
-    run = {"2": {"all_gather": {"median_ms": 1}, "tree": {"median_ms": 10}}}
-    path = tmp_path / "some.json"
-    path.write_text(json.dumps({"results": {"run": run, "modelled": [{"ways": ways}, {"ways": ways}]}}))
-
-    svg = tables.draw_growth("growth", tables.header_curves(path), tables.MODES["light"])
-
-    # 1 to 100 ms from y 300 up to y 62, 2 to 8 ranks from x 56 to x 416.
-    lines = re.findall(r'd="(M[^"]* L[^"]*)"', svg)
-    assert lines == ["M56.0 300.0 L416.0 62.0"] * 2 + ["M56.0 300.0 L416.0 181.0"] * 2
-    assert re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', svg) == [("56.0", "300.0"), ("56.0", "181.0")]
-    assert [svg.count(f">{text}<") for text in ("1 ms", "10 ms", "100 ms", "2", "8")] == [1] * 5

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -10,147 +9,65 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import _checkout
 import _scaling
 import _warm_call_worker
+import _ways
 import bench_agree
 import bench_digest
 import bench_wire
 import pytest
+import run_all
 import torch
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_script
-from tests.helpers.tiers import thorough, thorough_but
 
 BENCHMARKS = ROOT / "benchmarks"
 CALLS = ["bare all_reduce", "ours, off, views", "ours, off, to pack", "ours, info, views", "ours, info, to pack"]
-STEPS = ["off", "off again", "info", "detail", "check every step", "record every step"]
-AIMS_IN_DEBUG = {"detail": 1.25, "check every 10 steps": 1.05}
-HOSTS = ["torch DDP", "torch DDP again", "torch DDP, bucket views", "torch DDP, bf16_compress_hook", "ours, off"]
-HOSTS += ["ours, info", "ours, off, gloo", "ours, off, reduce_dtype=bf16", "local compute alone"]
+IN_DEBUG = {"detail": 1.25, "check every 10 steps": 1.05}
+SMALL = ("train_lm", "1,000 small tensors")
+OPERATIONS = ["plain", "plain again", "recorder", "with operations"]
 
 # A script, its number of ranks (0: it starts its own), its arguments, and the outline of its results: names, values
 # that do not depend on the machine, and None for all others. A list: all names, in their order.
-RUNS: list[tuple[str, int, str, dict[str, Any]]] = [
-    (
-        "bench_agree",
-        2,
-        "step --layers 1 --update-freq 1 4",
-        {
-            f"step, update-freq {update_freq}, 2 ranks, zero_grad()": {
-                "variants": ["off", "off again", "info"],
-                "aim": aim,
-            }
-            for update_freq, aim in ((1, 1.05), (4, 1.03))
-        },
-    ),
-    (
-        "bench_agree",
-        4,
-        "header --hosts 2",
-        {"run": {"2": None, "4": ["barrier", "all_gather", "tree", "agree()"]}, "aims": {}, "modelled": None},
-    ),
-    (
-        "bench_debug",
-        2,
-        "step",
-        {
-            f"step of {name}, 2 ranks": {"variants": STEPS, "aims": aims}
-            for name, aims in (
-                ("train_lm", {**AIMS_IN_DEBUG, "record every step": 1.30, "record every 10 steps": 1.05}),
-                ("1,000 small tensors", AIMS_IN_DEBUG),
-            )
-        },
-    ),
-    (
-        "bench_debug",
-        1,
-        "digest --max-bytes 65536",
-        {size: ["copy", "digest"] for size in ("4 KiB", "64 KiB", "1,000 x 9 KiB")},
-    ),
-    (
-        "bench_digest",
-        2,
-        "--layers 1",
-        {f"step of {name}, 2 ranks": {"n": 2} for name in ("train_lm", "1,000 small tensors", "transformer")},
-    ),
-    (
-        "bench_operations",
-        1,
-        "",
-        {
-            f"step of {name}, 1 ranks": {
-                "variants": ["plain", "plain again", "recorder", "with operations"],
-                "operations": count,
-            }
-            for name, count in (("transformer encoder", 371), ("train_lm", 3007))
-        },
-    ),
+RUNS: list[tuple[str, int, str, Any]] = [
+    ("bench_agree", 2, "step --layers 1", {"step, update-freq 1, 2 ranks, zero_grad()": {"aim": 1.05}}),
+    ("bench_agree", 4, "header --hosts 2", {"run": {"4": ["barrier", "all_gather", "tree", "agree()"]}, "aims": {}}),
+    ("bench_all_reduce", 2, "--layers 1", ["call, transformer, 2 ranks", "parts, transformer, 2 ranks"]),
+    ("bench_debug", 2, "step", {f"step of {name}, 2 ranks": {"aims": IN_DEBUG} for name in SMALL}),
+    ("bench_debug", 1, "digest --max-bytes 65536", {"4 KiB": ["copy", "digest"], "1,000 x 9 KiB": ["copy", "digest"]}),
+    ("bench_digest", 2, "--layers 1", [f"step of {name}, 2 ranks" for name in (*SMALL, "transformer")]),
+    ("bench_operations", 1, "", {"step of train_lm, 1 ranks": {"variants": OPERATIONS, "operations": 3007}}),
     (
         "bench_scale",
         2,
-        "replan --counts 1 3",
-        {f"{n} tensors": ["nothing changed", "one parameter frozen or thawed"] for n in (1, 3)},
+        "tensors --counts 1 3 --ddp-up-to 1",
+        {"1 tensors": {"call": CALLS}, "3 tensors": None},
     ),
+    ("bench_scale", 2, "replan --counts 1", {"1 tensors": ["nothing changed", "one parameter frozen or thawed"]}),
     ("bench_scale", 2, "bytes --largest-mib 5", {size: {"call": CALLS} for size in ("1 MiB", "4 MiB")}),
+    ("bench_scale", 4, "ranks --largest-mib 1", {"run, 1,000 tensors": None, "reasoned": {"ours": ["off", "info"]}}),
+    ("bench_scale", 2, "control --simulated 16", {"processes": {"2": None}, "simulated": {"16": None}}),
     (
-        "bench_scale",
-        4,
-        "ranks --largest-mib 1",
-        {
-            "run": [f"{ranks} ranks, {size} KiB" for ranks in (2, 4) for size in (64, 1024)],
-            "run, 1,000 tensors": None,
-            "reasoned": {"ours": ["off", "info"]},
-        },
-    ),
-    (
-        "bench_scale",
+        "bench_step",
         2,
-        "control --simulated 16",
-        {"processes": {"2": ["torch DDP", "ours", "process"]}, "simulated": {"16": None}, "verdicts": {}},
-    ),
-    (
-        "_hosts_worker",
-        2,
-        "--update-freq 1 2 --layers 1",
+        "--models transformer --update-freq 1 --set-to-none yes --layers 1",
         {
-            "distance_from_ddp": HOSTS,
-            "link": ["bare all_reduce", "bare all_reduce, bf16", "send, rank 0 to 1"],
-            **{f"step, update-freq {n}": {"variants": HOSTS} for n in (1, 2)},
-        },
-    ),
-    ("bench_trace", 0, "--steps 12 --parameters 3 --repeats 1", {"12": ["equal", "different", "ranks of one"]}),
-    (
-        "bench_memory",
-        0,
-        "--models resnet --steps 3 --repeats 2 --variants 'torch DDP'",
-        {
-            "resnet": {
-                "variants": ["torch DDP, set_to_none=False", "torch DDP, set_to_none=True"],
-                "verdict": "not measured",
+            "step of transformer, update-freq 1, set_to_none=yes, 2 ranks": {
+                "variants": list(_ways.WAYS),
+                "aims": {"ours, off / torch DDP, bucket views": 0.82, "ours, info / ours, off": 1.05},
             }
         },
     ),
-    (
-        "bench_wire",
-        0,
-        "--seeds 0 --wires 'their own' float16 --steps 3",
-        {"their own": None, "float16": None},
-    ),
-    (
-        "torch_ddp_faults",
-        0,
-        "--only nan 'no data' --limit 10",
-        {"nan": {"cell": "silent, NaN on all ranks"}, "no data": None},
-    ),
-    (
-        "bench_warm_call",
-        0,
-        f"--repeats 1 --rounds 1 --steps 2 --warm-up 2 --against {ROOT}",
-        {"cpu_ms": None, "ratio": None, "counts": None},
-    ),
+    ("_hosts_worker", 2, "--update-freq 2 --layers 1", ["distance_from_ddp", "link", "step, update-freq 2"]),
+    ("bench_trace", 0, "--steps 12 --parameters 3 --repeats 1", {"12": ["equal", "different", "ranks of one"]}),
+    ("bench_memory", 0, "--models resnet --steps 3 --repeats 2 --variants 'torch DDP'", ["resnet"]),
+    ("bench_wire", 0, "--seeds 0 --wires 'their own' float16 --steps 3", ["their own", "float16"]),
+    ("torch_ddp_faults", 0, "--only nan --limit 10", {"nan": {"cell": "silent, NaN on all ranks"}}),
+    ("bench_warm_call", 0, f"--repeats 1 --rounds 1 --steps 2 --warm-up 2 --against {ROOT}", {"ratio": None}),
 ]
 
 
@@ -171,7 +88,7 @@ def _run(rank: int, script: str, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "script, ranks, given, outline",
-    [row if row[:3] == RUNS[0][:3] else thorough(*row) for row in RUNS],
+    RUNS,
     ids=[f"{script} {given.partition(' -')[0]}" for script, _, given, _ in RUNS],
 )
 def test_a_short_run_writes_what_it_is_said_to_measure(
@@ -187,7 +104,6 @@ def test_a_short_run_writes_what_it_is_said_to_measure(
         assert run.returncode == 0, run.stderr
     document = json.loads(path.read_text())
 
-    assert [name for name in document["results"] if name in outline] == list(outline)
     _assert_outline(document["results"], outline)
     assert {"torch", "commit"} <= document["environment"].keys()
 
@@ -248,9 +164,7 @@ def test_wrong_arguments_are_named(script: str, capsys: pytest.CaptureFixture[st
         assert said in " ".join(capsys.readouterr().err.split()), given
 
 
-@pytest.mark.parametrize(
-    "script", thorough_but(["bench_step.py"], sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
-)
+@pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
 def test_a_benchmark_started_as_a_script_finds_its_neighbours_and_its_own_package(script: str, tmp_path: Path) -> None:
     (tmp_path / "legacy_ddp.py").write_text("raise RuntimeError('the package of another checkout')")
     run = subprocess.run(
@@ -265,10 +179,6 @@ def test_a_benchmark_started_as_a_script_finds_its_neighbours_and_its_own_packag
 
     assert (run.returncode, run.stderr) == (0, "")
     assert "--json" in run.stdout
-
-
-def test_a_ring_takes_a_hop_and_two_messages_per_other_rank() -> None:
-    assert _scaling.ring(5) == _scaling.Exchange(size=5, hops=4, messages=8, size_bytes=4 * 128, messages_of_each=8)
 
 
 @pytest.mark.parametrize(
@@ -293,14 +203,6 @@ def test_the_hubs_of_the_longest_way_send_to_the_ranks_below_one_after_the_other
     assert found.size_bytes == (size - 1) * row + down * size * row
 
 
-def test_a_rank_waits_for_a_turn_of_the_others_on_its_core_at_each_message() -> None:
-    exchange = _scaling.Exchange(size=6, hops=4, messages=10, size_bytes=100, messages_of_each=5)
-
-    for cores, turns in ((math.inf, 0), (8, 0), (6, 0), (2, 2 * 5)):
-        network = _scaling.Network(2.0, 0.5, 0.25, turn_seconds=3.0, cores=cores)
-        assert network.seconds(exchange) == 4 * 2 + 10 * 0.5 + 100 * 0.25 + turns * 3
-
-
 def test_the_fitted_network_is_the_one_that_made_the_times() -> None:
     network = _scaling.Network(3e-5, 4e-6, 1e-9, turn_seconds=2e-4, cores=2)
     times = {size: network.seconds(_scaling.ring(size)) for size in (2, 4, 16, 64)}
@@ -308,10 +210,6 @@ def test_the_fitted_network_is_the_one_that_made_the_times() -> None:
     found = _scaling.fit_network(_scaling.ring, times, message_seconds=4e-6, beta_seconds=1e-9, cores=2)
 
     assert vars(found) == pytest.approx(vars(network))
-
-
-def test_a_hub_has_two_messages_for_each_rank_below() -> None:
-    assert _scaling.seconds_per_message({1: 5.0, 4: 11.0, 8: 19.0}) == pytest.approx(1.0)
 
 
 def test_the_most_ranks_are_those_whose_exchange_just_fits() -> None:
@@ -383,21 +281,85 @@ def test_steps_without_digests_take_none_and_steps_with_digests_take_one() -> No
     assert taken == [2, 5, 6]
 
 
-@pytest.mark.usefixtures("alone")
-def test_every_method_of_the_digests_that_runs_in_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    digests = model._synchronizer.digests
-    watch = bench_digest._Stopwatch(digests)
-    ticks = iter(range(10_000))
-    monkeypatch.setattr(bench_digest.time, "perf_counter", lambda: float(next(ticks)))
+def test_every_benchmark_is_among_them() -> None:
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
 
-    model(torch.ones(1, 2)).sum().backward()
-    after_forward = watch.seconds
-    model.all_reduce()
-    after_call = watch.seconds
-    optimizer.step()
+    assert {run.script for run in run_all.RUNS.values()} == {*scripts, "torch_ddp_faults.py"}
 
-    assert after_forward > 0
-    assert after_call > after_forward
-    assert watch.seconds > after_call
+
+def test_every_kept_result_is_one_of_theirs() -> None:
+    kept = list(run_all.RESULTS.glob("*.json"))
+
+    assert kept
+    for path in kept:
+        assert path.stem in run_all.RUNS
+        pinned = "2.11.0" if path.stem.startswith("gpu") else "2.13.0"  # of the machine with a GPU
+        assert json.loads(path.read_text())["environment"]["torch"].startswith(pinned)
+
+
+def test_a_full_run_is_launched_on_its_ranks_and_writes_where_results_are_kept() -> None:
+    words = run_all.command("step_4", full=True)
+
+    assert words[words.index("--nproc-per-node") + 1] == "4"
+    assert words[words.index("--json") + 1] == str(run_all.RESULTS / "step_4.json")
+    assert "--json" not in run_all.command("step_2", full=False)
+    assert "torch.distributed.run" not in run_all.command("memory", full=False)
+    assert "sparse embedding" in run_all.command("step_others_2", full=True)
+    short, full = (run_all.command("agree_header_64", full=full) for full in (False, True))
+    assert [words[words.index("--nproc-per-node") + 1] for words in (short, full)] == ["8", "64"]
+
+
+def test_a_failure_does_not_keep_others_from_running_and_is_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = {
+        "fails": run_all.Run("bench_trace.py", 0, "", "--no-such-option"),
+        "cannot": run_all.Run("bench_trace.py", 0, "", "", lambda: "it is Sunday"),
+        "full only": run_all.Run("bench_trace.py", 0, ""),
+        "works": run_all.Run("bench_trace.py", 0, "", "--help"),
+    }
+    monkeypatch.setattr(run_all, "RUNS", runs)
+
+    with pytest.raises(SystemExit, match="failed: fails"):
+        run_all.main([])
+
+    said = capfd.readouterr().out
+    assert "--- cannot: left out, it is Sunday" in said
+    assert "--- works: " in said
+    assert "exit code 0" in said
+    assert "--- full only: left out, only in full (make bench-full BENCH=full only)" in said
+    assert said.startswith("2 of 4 benchmarks will run\n")
+
+
+def _git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false"]
+    return subprocess.run(["git", *who, *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def committed(tmp_path: Path) -> Path:
+    for name in ("legacy_ddp/_core.py", "benchmarks/bench.py", "benchmarks/results/step.json", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before\n")
+    _git(tmp_path, "init", "--quiet")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "--quiet", "--message", "all")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "changed,mark",
+    [
+        ("legacy_ddp/_core.py", "-dirty"),
+        ("legacy_ddp/_new.py", "-dirty"),
+        ("benchmarks/bench.py", "-dirty"),
+        ("benchmarks/results/step.json", ""),
+        ("README.md", ""),
+    ],
+)
+def test_a_commit_is_marked_if_what_is_measured_is_not_as_committed(committed: Path, changed: str, mark: str) -> None:
+    commit = _git(committed, "rev-parse", "HEAD")
+
+    assert _checkout.commit(committed) == commit
+    (committed / changed).write_text("after\n")
+    assert _checkout.commit(committed) == commit + mark
