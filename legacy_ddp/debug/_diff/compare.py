@@ -84,7 +84,7 @@ def compare_ranks(run: Run) -> Comparison:
 
     Local gradients, inputs and buffers matching ``local_buffers`` belong to single ranks and are not compared. The
     verdict about a run of one rank is ``unknown``. Every file is read once, and again up to the first difference; two
-    files are open at a time. Memory: 16 bytes per rank for each step and phase with a difference.
+    files are open at a time. Memory: 16 bytes per different rank for each step and phase with a difference.
 
     Raises:
         TraceError: a trace file cannot be read.
@@ -288,7 +288,7 @@ class _RunPairs:
         divergences, size = self._read(tensors)
         settings = self._compare_settings(tensors)
         if tensors and tensors[1] > SETTINGS:
-            ranks = sorted(self._locations.found[tensors].ranks)
+            ranks = self._locations.found[tensors].ranks
             if of_settings := explaining(tensors[0], ranks, settings.settings):
                 divergences, size = of_settings, None
         first = divergences[0] if divergences else None
@@ -323,7 +323,7 @@ class _RunPairs:
         if key is None:
             return [], None
         step, phase = key[0], PHASES[key[1]]
-        ranks = sorted(self._locations.found[key].ranks)
+        ranks = self._locations.found[key].ranks
 
         def entries() -> Iterator[EntryPair]:
             for rank in ranks:
@@ -514,7 +514,7 @@ class _RankPairs:
         """The locations with a difference in what was compared on all ranks, with the ranks outside the majority."""
         steps, phases, size = {*self._compared.steps}, self._compared.phases, self._run.world_size
         return {
-            (step, phase): found._replace(ranks=frozenset(self._groups[step, phase].outside_majority(size)))
+            (step, phase): found._replace(ranks=self._groups[step, phase].outside_majority(size))
             for (step, phase), found in self._locations.found.items()
             if step in steps and PHASES[phase] in phases and (step, PHASES[phase]) not in self._unfinished
         }

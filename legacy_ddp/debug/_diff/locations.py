@@ -33,25 +33,31 @@ _Group = tuple[Entry, list[int]]
 
 
 class Differing(NamedTuple):
-    """Ranks with a difference, the differing names and all names of one step and phase."""
+    """Ranks with a difference, ascending, the differing names and all names of one step and phase."""
 
-    ranks: frozenset[int] = frozenset()
+    ranks: tuple[int, ...] = ()
     differing: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
 
 
 class Locations:
-    """All steps and phases with differences. Most steps differ in the same names: equal sets are kept once."""
+    """All steps and phases with differences."""
 
     def __init__(self) -> None:
         self.found: dict[Key, Differing] = {}
-        self._kept: dict[Differing, Differing] = {}
+        self._kept: dict[frozenset[str], frozenset[str]] = {}
 
     def add(self, key: Key, rank: int, differing: Iterable[str], names: Iterable[str]) -> None:
-        """Add the differing names, among ``names``, of one rank."""
+        """Add the differing names, among ``names``, of the next rank."""
         before = self.found.get(key, Differing())
-        found = Differing(before.ranks | {rank}, before.differing | {*differing}, before.names | {*names})
-        self.found[key] = self._kept.setdefault(found, found)
+        self.found[key] = Differing(
+            (*before.ranks, rank), self._joined(before.differing, differing), self._joined(before.names, names)
+        )
+
+    def _joined(self, before: frozenset[str], more: Iterable[str]) -> frozenset[str]:
+        """The union; equal sets are kept once, because most steps differ in the same names."""
+        found = before.union(more)
+        return self._kept.setdefault(found, found)
 
 
 def first_of_tensors(found: Mapping[Key, Differing]) -> Key | None:
@@ -81,7 +87,7 @@ def _location(run: Sequence[Key], found: Differing) -> Location:
     return Location(
         step,
         PHASES[phase],
-        ranks=tuple(sorted(found.ranks)),
+        ranks=found.ranks,
         differing=len(found.differing),
         total=len(found.names),
         last_step=run[-1][0] if len(run) > 1 else None,
@@ -112,7 +118,7 @@ class RankGroups:
     def outside_majority(self, world_size: int) -> tuple[int, ...]:
         """Ranks outside the strict majority; all ranks without a majority."""
         like_first = sorted({*range(world_size)}.difference(*self._groups.values()))
-        return all_or_outside_majority(sorted([like_first, *self._groups.values()], key=lambda of: (-len(of), of)))
+        return _outside_majority(sorted([like_first, *self._groups.values()], key=lambda of: (-len(of), of)))
 
 
 def divergences_of_runs(
@@ -159,7 +165,7 @@ def divergences_of_ranks(run: Run, key: Key, keep: Keep) -> list[Divergence]:
             phase=phase,
             name=name,
             kind=" or ".join(dict.fromkeys(entry.kind for entry, _ in found if entry.value is not None)),
-            ranks=all_or_outside_majority([ranks for _, ranks in found]),
+            ranks=_outside_majority([ranks for _, ranks in found]),
             sides=tuple(entry.side(name_ranks(ranks)) for entry, ranks in found),
         )
         for name, found in by_name.items()
@@ -174,6 +180,6 @@ def _with_absent(groups: list[_Group], everyone: Iterable[int]) -> list[_Group]:
     return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
 
 
-def all_or_outside_majority(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _outside_majority(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Ranks outside the strict majority; all ranks without a majority. ``groups`` begin with the greatest."""
     return outside_majority(groups) or tuple(sorted(chain.from_iterable(groups)))

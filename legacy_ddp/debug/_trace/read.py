@@ -2,16 +2,18 @@
 
 import os
 import re
-import stat
 from array import array
+from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.records import (
+    FOREIGN,
     PHASES,
     CallFacts,
     DamagedLineError,
@@ -20,7 +22,7 @@ from legacy_ddp.debug._trace.records import (
     Section,
     Values,
     check_version,
-    decode,
+    parse,
     read_numbers,
     read_record,
     split_checked,
@@ -34,6 +36,8 @@ _ALL_FINITE = b',"nonfinite":[]'
 _COLUMNS = (*PHASES, "call")
 _ABSENT = -1
 
+T = TypeVar("T")
+
 
 class RankTrace:
     """The file of one rank, up to its end or to the first damaged line.
@@ -42,8 +46,8 @@ class RankTrace:
     damage of a line, empty for an undamaged file. ``torn``: the last line is incomplete. ``end``: how the recorder's
     block ended (``"closed"``, or the name of an exception), empty if the recorder ended otherwise. ``phases``: the
     phases of any step. ``nonfinite``: first step and phase with NaN or infinite elements. ``logged``: values of this
-    rank alone by step. ``operation_counts`` and ``micro_batches``: their numbers by step, for steps with
-    operations. With ``until``, these attributes cover the part read: up to the first line of a step after ``until``.
+    rank alone by step. ``operation_counts``: by step, for steps with operations. With ``until``, these attributes cover
+    the part read: up to the first line of a step after ``until``.
 
     Memory is 260 bytes per step, independent of the number of tensors, the logged values, and the declarations of
     operations.
@@ -107,10 +111,10 @@ class RankTrace:
         """The state in one phase of a step; None for a missing section.
 
         Raises:
-            TraceError: the line has changed since it was scanned.
+            TraceError: the line cannot be read, or has contents that no recorder writes.
         """
-        names, values = self.names(step, phase), self._decoded(step, phase)
-        return None if names is None or values is None else Section(names, Values.from_json(values))
+        names, values = self.names(step, phase), self._parsed(step, phase, Values.from_json)
+        return None if names is None or values is None else Section(names, values)
 
     def call(self, step: int) -> CallFacts | None:
         """The facts about the call of a step; None for a missing line.
@@ -118,8 +122,7 @@ class RankTrace:
         Raises:
             TraceError: as :meth:`section`.
         """
-        values = self._decoded(step, "call")
-        return None if values is None else CallFacts.from_json(values)
+        return self._parsed(step, "call", CallFacts.from_json)
 
     def operations(self, step: int) -> tuple[Operation, ...]:
         """The operations of forward and backward of a step, in order; empty for a step without operations.
@@ -129,7 +132,8 @@ class RankTrace:
         """
         found: list[Operation] = []
         for offset in self._operations.get(step, ()):
-            found += sequence_from_json(self._decoded_at(step, offset), self._declared, len(found))
+            read = partial(sequence_from_json, declared=self._declared, before=len(found))
+            found += self._parsed_at(step, offset, read)
         return tuple(found)
 
     def _row(self, step: int, column: str) -> int | None:
@@ -137,22 +141,18 @@ class RankTrace:
         row = self._rows.get(step)
         return None if row is None or self._offsets[column][row] == _ABSENT else row
 
-    def _decoded(self, step: int, column: str) -> dict[str, Any] | None:
+    def _parsed(self, step: int, column: str, read: Callable[[dict[str, Any]], T]) -> T | None:
         row = self._row(step, column)
-        return None if row is None else self._decoded_at(step, self._offsets[column][row])
+        return None if row is None else self._parsed_at(step, self._offsets[column][row], read)
 
-    def _decoded_at(self, step: int, offset: int) -> dict[str, Any]:
-        try:
-            return decode(self._line_at(offset))
-        except DamagedLineError as error:
-            raise TraceError(f"{self.path}: a line of step {step} cannot be read: {error}") from error
-
-    def _line_at(self, offset: int) -> bytes:
+    def _parsed_at(self, step: int, offset: int, read: Callable[[dict[str, Any]], T]) -> T:
         try:
             self._file.seek(offset)
-            return self._file.readline()
+            return parse(self._file.readline(), read)
         except OSError as error:
             raise TraceError(unreadable(self.path, error)) from error
+        except DamagedLineError as error:
+            raise TraceError(f"{self.path}: a line of step {step} cannot be read: {error}") from error
 
     def _scan(self, offset: int, until: int | None) -> None:
         """Add every line from ``offset`` on, up to the first damaged line, or to the first step after ``until``."""
@@ -178,12 +178,15 @@ class RankTrace:
         elif found := _CALL.match(body):
             self._add_column(int(found[1]), "call", offset)
         else:
-            self._add_rare_line(decode(line), body, offset)
+            parse(line, lambda values: self._add_rare_line(values, body, offset))
 
     def _add_values(self, found: re.Match[bytes], body: bytes, offset: int) -> None:
         step, phase, number = int(found[1]), found[2].decode(), int(found[3])
+        names, digest_of_names = self._names.get(number, (None, b""))
+        if names is None or names.phase != phase:
+            raise DamagedLineError(FOREIGN)
         row = self._add_column(step, phase, offset)
-        self._digests[phase][row] = _digest(self._names[number][1] + body[found.end() : body.rfind(b',"norms":')])
+        self._digests[phase][row] = _digest(digest_of_names + body[found.end() : body.rfind(b',"norms":')])
         self._numbers[phase][row] = number
         if self.nonfinite is None and not body.endswith(_ALL_FINITE):
             self.nonfinite = step, phase
@@ -192,7 +195,10 @@ class RankTrace:
         kind, step = values["line"], values.get("step", 0)
         if kind == "names":
             contents = body.partition(b',"phase":')[2]  # equal in all files, unlike the number
-            self._names[values["number"]] = read_record(Names, values), blake2b(contents, digest_size=8).digest()
+            names = read_record(Names, values)
+            if names.phase not in PHASES:
+                raise DamagedLineError(FOREIGN)
+            self._names[values["number"]] = names, blake2b(contents, digest_size=8).digest()
         elif kind == "operation":
             self._declared.append(Declaration.from_json(values))
         elif kind == "operations":
@@ -236,19 +242,12 @@ def open_trace(path: Path) -> BufferedReader:
     Raises:
         TraceError: the file cannot be opened, or is a pipe.
     """
+    if path.is_fifo():  # opening it would wait for a writer
+        raise TraceError(f"{path} is a pipe, expected a file; save its output to a file")
     try:
-        file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - the caller closes the file
+        return open(path, "rb")
     except OSError as error:
         raise TraceError(unreadable(path, error)) from error
-    if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise TraceError(f"{path} is a pipe, expected a file; save its output to a file")
-    return file
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Opening a pipe would wait for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def unreadable(path: Path, error: OSError) -> str:
@@ -271,13 +270,16 @@ def first_line(path: Path, file: BufferedReader) -> tuple[Environment, int]:
         raise TraceError(f"{path} is no trace: its first line is not what a recorder writes")
     line = file.readline()
     try:
-        values = decode(line)
-        check_version(values)
-        return read_record(Environment, values), len(line)
+        return parse(line, _environment), len(line)
     except DamagedLineError as error:
         raise TraceError(f"{path}: line 1 is damaged: {error}") from error
     except TraceError as error:
         raise TraceError(f"{path} {error}") from error
+
+
+def _environment(values: dict[str, Any]) -> Environment:
+    check_version(values)
+    return read_record(Environment, values)
 
 
 def _comes_again(step: int) -> DamagedLineError:

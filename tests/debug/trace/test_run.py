@@ -157,6 +157,12 @@ def test_ranks_of_a_whole_and_of_a_resumed_run_are_refused_together(tmp_path: Pa
     assert _refused(tmp_path) == f"{tmp_path} holds files of several runs: got {what} [1, 2], expected one value"
 
 
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-00000.jsonl")
+
+    assert _refused(tmp_path).endswith("rank-00000.jsonl is a pipe, expected a file; save its output to a file")
+
+
 def test_ranks_of_two_jobs_are_refused_together(tmp_path: Path) -> None:
     write_trace(tmp_path, environments=lambda rank, size: environment(rank, size, job=f"{rank:016x}"))
 
