@@ -15,33 +15,7 @@ from typing import Any
 from legacy_ddp._compare import MAX_SIDES, compare_rows, name_ranks
 from legacy_ddp._text import first_few
 from legacy_ddp.debug._diff import causes, coverage
-from legacy_ddp.debug._diff.explain import Evidence, Kind, explain
-from legacy_ddp.debug._diff.locations import (
-    MAX_OTHERS,
-    SETTINGS,
-    Differing,
-    Key,
-    Locations,
-    RankGroups,
-    divergences_of_ranks,
-    divergences_of_runs,
-    first_of_tensors,
-    merge,
-)
-from legacy_ddp.debug._diff.operations import RunOperations, with_operations
-from legacy_ddp.debug._diff.pair import (
-    ROUNDING_LIMIT,
-    SHARED_PHASES,
-    EntryPair,
-    Growth,
-    Pair,
-    check_same_model,
-    find_growth,
-    keep_shared,
-    unfinished_step,
-)
-from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, OperationFinding, Verdict
-from legacy_ddp.debug._diff.settings import (
+from legacy_ddp.debug._diff.causes import (
     SettingDifference,
     SettingDifferences,
     cause_of_ranks,
@@ -50,9 +24,39 @@ from legacy_ddp.debug._diff.settings import (
     is_apart,
     setting_causes,
 )
-from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._diff.evidence import Evidence, Kind, explain
+from legacy_ddp.debug._diff.operations import RunOperations, with_operations
+from legacy_ddp.debug._diff.pair import (
+    MAX_OTHERS,
+    SETTINGS,
+    SHARED_PHASES,
+    Differing,
+    EntryPair,
+    Growth,
+    Key,
+    Locations,
+    Pair,
+    RankGroups,
+    check_same_model,
+    divergences_of_ranks,
+    divergences_of_runs,
+    find_growth,
+    first_of_tensors,
+    keep_shared,
+    merge,
+    unfinished_step,
+)
+from legacy_ddp.debug._diff.result import (
+    ROUNDING_LIMIT,
+    Answer,
+    Cause,
+    Comparison,
+    Divergence,
+    MetricDifference,
+    OperationFinding,
+)
+from legacy_ddp.debug._trace.read import RankTrace, Run, RunCoverage
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
-from legacy_ddp.debug._trace.run import Run, RunCoverage
 
 _DIVERGENCE_ERROR = "ReplicaDivergenceError"
 _NO_OPERATIONS = (
@@ -216,7 +220,7 @@ def _doubts(found: _Found) -> Iterator[str]:
         )
 
 
-def _comparison(found: _Found, verdict: Verdict, headline: str, **more: Any) -> Comparison:
+def _comparison(found: _Found, verdict: Answer, headline: str, **more: Any) -> Comparison:
     steps = found.compared.steps
     return Comparison(
         tuple(str(run.folder) for run in found.runs),

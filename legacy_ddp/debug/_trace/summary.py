@@ -11,9 +11,8 @@ from typing import Any
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, compare_rows, name_ranks
 from legacy_ddp._statistics import PARTS, LateRank, StepTimes, find_late_rank
 from legacy_ddp._text import first_few, format_bytes, plain, shorten, wrap
-from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.read import RankTrace, Run, RunCoverage, span, spans
 from legacy_ddp.debug._trace.records import PHASE_LABELS
-from legacy_ddp.debug._trace.run import Run, RunCoverage, span, spans
 
 JSON_FORMAT = "legacy_ddp show"
 JSON_VERSION = 1

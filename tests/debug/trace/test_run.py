@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._trace.run import RunCoverage, open_run, span, spans
+from legacy_ddp.debug._trace.read import RunCoverage, open_run, span, spans
 from legacy_ddp.debug._trace.write import Writer
 from tests.helpers.operations import operation
 from tests.helpers.traces import KIND, NAMES, end_after, environment, write_trace
