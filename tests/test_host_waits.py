@@ -13,7 +13,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._torch import device as devices
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._trace.measure import Measured, begin_measure, measure
+from legacy_ddp.debug._trace.snapshot import Measured, begin_measure, measure
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device

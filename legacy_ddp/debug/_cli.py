@@ -13,14 +13,14 @@ from typing import Any
 from legacy_ddp import __version__
 from legacy_ddp._errors import TraceError
 from legacy_ddp._text import format_bytes, printable, wrap
-from legacy_ddp.debug._diff import text
+from legacy_ddp.debug._diff import result
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
 from legacy_ddp.debug._explain import close_names, find, list_lines, read_sections, section_lines
 from legacy_ddp.debug._port.port import port
 from legacy_ddp.debug._port.script import ScriptError
 from legacy_ddp.debug._trace import summary
-from legacy_ddp.debug._trace.run import Run, open_run
+from legacy_ddp.debug._trace.read import Run, open_run
 from legacy_ddp.debug._trace.summary import summarise
 
 _NAME = "legacy-ddp"
@@ -129,7 +129,7 @@ def _diff(given: argparse.Namespace) -> int:
     runs = [open_run(path).with_local_buffers(given.local_buffers) for path in given.traces]
     _tell_size(runs)
     found = compare_runs(*runs) if len(runs) == 2 else compare_ranks(runs[0])
-    return _print(text.as_json(found) if given.json else text.lines(found), EXIT_STATUS[found.verdict])
+    return _print(result.as_json(found) if given.json else result.lines(found), EXIT_STATUS[found.verdict])
 
 
 def _show(given: argparse.Namespace) -> int:

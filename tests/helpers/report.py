@@ -12,7 +12,7 @@ from bokeh.document import Document
 from bokeh.models import HoverTool, Line
 
 from legacy_ddp.debug._page.page import write_page
-from legacy_ddp.debug._trace.run import Run
+from legacy_ddp.debug._trace.read import Run
 
 LOCAL, NOISE = "Local gradients", "Gradient noise scale"
 

@@ -13,11 +13,11 @@ from legacy_ddp._replicas.element_compare import ElementDifference
 from legacy_ddp._text import MAX_LINES, MISSING, Difference, group_ranks, name_ranks, outside_majority, wrap
 from legacy_ddp.debug._cross_check.settings import MODULE, RUN, describe_settings, name_setting
 from legacy_ddp.debug._operations.describe import Labels, details, numbers, summary
-from legacy_ddp.debug._operations.explain import (
+from legacy_ddp.debug._operations.meaning import (
     CROSS_CHECK,
     Explanation,
     Facts,
-    Row,
+    Rule,
     always,
     explain,
     explain_by,
@@ -350,7 +350,7 @@ class _Case:
         return next((name_setting(name) for name in self.facts if name.startswith(MODULE)), "")
 
 
-_OTHER_KERNEL = Row(
+_OTHER_KERNEL = Rule(
     always,
     "the same inputs give other outputs on {c.labels[0]} than on {c.labels[1]}, in every run: another library or "
     "extension, a kernel that is wrong on one side, or hardware",
@@ -363,62 +363,62 @@ _FIND_UNSTABLE = (
 )
 
 _CAUSES = (
-    Row(
+    Rule(
         lambda c: c.kind == "once" and len(c.verdict.ranks) > 1,
         "state of a first run: a warm-up, a lazy cache, a counter",
         "run one batch before the first cross-check, and keep state in buffers",
     ),
-    Row(
+    Rule(
         lambda c: c.found and has_unknown_source(c.found),
         "both runs had the same batch: state kept outside of parameters and buffers (an attribute of a module, a value "
         "inside of an object that run holds), data that run reads itself, or a kernel that is not recorded "
         "(torch.compile)",
         "keep such state in buffers, or take it out of run(); check again without torch.compile",
     ),
-    Row(
+    Rule(
         lambda c: c.has_other_generator,
         "random numbers from another place of the generator: both runs began with equal states, so that one side set a "
         "seed, drew more, or has a generator of its own",
         "look for seeds and draws inside of run and of the model",
     ),
-    Row(
+    Rule(
         lambda c: c.kind == "differs" and c.place.is_intermittent,
         "the same inputs gave other outputs in two runs, and equal outputs in a third: a kernel that is wrong at "
         "times, memory or hardware",
         "start the job again with the rank on another device, and see whether the difference stays with the device",
     ),
-    Row(
+    Rule(
         lambda c: c.kind == "differs" and c.held,
         "{c.between_ranks.meaning}",
         "if the loss depends on {c.held}, make it equal on all ranks, or pass it in the batch",
     ),
-    Row(
+    Rule(
         lambda c: c.kind == "differs" and c.module,
         "{c.between_ranks.meaning}",
         "give {c.module} the same mode on all ranks, with train() or eval()",
     ),
-    Row(lambda c: c.kind == "differs", "{c.between_ranks.meaning}", "{c.between_ranks.next_step}"),
-    Row(
+    Rule(lambda c: c.kind == "differs", "{c.between_ranks.meaning}", "{c.between_ranks.next_step}"),
+    Rule(
         lambda c: c.is_other_call,
         "state in Python that a run changes: a counter, a cache, an attribute of a module",
         "keep such state in buffers, or take it out of run()",
     ),
-    Row(
+    Rule(
         lambda c: c.kind == "once" and c.found,
         "{c.of_operation.meaning}",
         "cross-check more often; a single event is memory or hardware, or a kernel that is rarely wrong",
     ),
-    Row(
+    Rule(
         lambda c: c.kind == "once",
         "",
         "cross-check more often with operations=True, to name the operation of the next time; a single event is state "
         "of a first run in Python, memory or hardware, or a kernel that is rarely wrong",
     ),
-    Row(
+    Rule(
         lambda c: c.found is None or c.found.kind == "output",
         "the same inputs gave other outputs in two runs on one rank: a kernel that is not deterministic (atomic "
         "additions, threads), or memory or hardware",
         _FIND_UNSTABLE,
     ),
-    Row(always, "{c.of_operation.meaning}", _FIND_UNSTABLE),
+    Rule(always, "{c.of_operation.meaning}", _FIND_UNSTABLE),
 )

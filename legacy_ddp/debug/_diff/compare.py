@@ -14,33 +14,7 @@ from typing import Any
 
 from legacy_ddp._text import MAX_SIDES, compare_rows, first_few, name_ranks
 from legacy_ddp.debug._diff import causes, coverage
-from legacy_ddp.debug._diff.explain import Evidence, Kind, explain
-from legacy_ddp.debug._diff.locations import (
-    MAX_OTHERS,
-    SETTINGS,
-    Differing,
-    Key,
-    Locations,
-    RankGroups,
-    divergences_of_ranks,
-    divergences_of_runs,
-    first_of_tensors,
-    merge,
-)
-from legacy_ddp.debug._diff.operations import RunOperations, with_operations
-from legacy_ddp.debug._diff.pair import (
-    ROUNDING_LIMIT,
-    SHARED_PHASES,
-    EntryPair,
-    Growth,
-    Pair,
-    check_same_model,
-    find_growth,
-    keep_shared,
-    unfinished_step,
-)
-from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, OperationFinding, Verdict
-from legacy_ddp.debug._diff.settings import (
+from legacy_ddp.debug._diff.causes import (
     SettingDifference,
     SettingDifferences,
     cause_of_ranks,
@@ -49,9 +23,39 @@ from legacy_ddp.debug._diff.settings import (
     is_apart,
     setting_causes,
 )
-from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._diff.evidence import Evidence, Kind, explain
+from legacy_ddp.debug._diff.operations import RunOperations, with_operations
+from legacy_ddp.debug._diff.pair import (
+    MAX_OTHERS,
+    SETTINGS,
+    SHARED_PHASES,
+    Differing,
+    EntryPair,
+    Growth,
+    Key,
+    Locations,
+    Pair,
+    RankGroups,
+    check_same_model,
+    divergences_of_ranks,
+    divergences_of_runs,
+    find_growth,
+    first_of_tensors,
+    keep_shared,
+    merge,
+    unfinished_step,
+)
+from legacy_ddp.debug._diff.result import (
+    ROUNDING_LIMIT,
+    Answer,
+    Cause,
+    Comparison,
+    Divergence,
+    MetricDifference,
+    OperationFinding,
+)
+from legacy_ddp.debug._trace.read import RankTrace, Run, RunCoverage
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
-from legacy_ddp.debug._trace.run import Run, RunCoverage
 
 _DIVERGENCE_ERROR = "ReplicaDivergenceError"
 _NO_OPERATIONS = (
@@ -83,7 +87,7 @@ def compare_ranks(run: Run) -> Comparison:
 
     Local gradients, inputs and buffers matching ``local_buffers`` belong to single ranks and are not compared. The
     verdict about a run of one rank is ``unknown``. Every file is read once, and again up to the first difference; two
-    files are open at a time. Memory: 16 bytes per rank for each step and phase with a difference.
+    files are open at a time. Memory: 16 bytes per different rank for each step and phase with a difference.
 
     Raises:
         TraceError: a trace file cannot be read.
@@ -215,7 +219,7 @@ def _doubts(found: _Found) -> Iterator[str]:
         )
 
 
-def _comparison(found: _Found, verdict: Verdict, headline: str, **more: Any) -> Comparison:
+def _comparison(found: _Found, verdict: Answer, headline: str, **more: Any) -> Comparison:
     steps = found.compared.steps
     return Comparison(
         tuple(str(run.folder) for run in found.runs),
@@ -287,7 +291,7 @@ class _RunPairs:
         divergences, size = self._read(tensors)
         settings = self._compare_settings(tensors)
         if tensors and tensors[1] > SETTINGS:
-            ranks = sorted(self._locations.found[tensors].ranks)
+            ranks = self._locations.found[tensors].ranks
             if of_settings := explaining(tensors[0], ranks, settings.settings):
                 divergences, size = of_settings, None
         first = divergences[0] if divergences else None
@@ -322,7 +326,7 @@ class _RunPairs:
         if key is None:
             return [], None
         step, phase = key[0], PHASES[key[1]]
-        ranks = sorted(self._locations.found[key].ranks)
+        ranks = self._locations.found[key].ranks
 
         def entries() -> Iterator[EntryPair]:
             for rank in ranks:
@@ -513,7 +517,7 @@ class _RankPairs:
         """The locations with a difference in what was compared on all ranks, with the ranks outside the majority."""
         steps, phases, size = {*self._compared.steps}, self._compared.phases, self._run.world_size
         return {
-            (step, phase): found._replace(ranks=frozenset(self._groups[step, phase].outside_majority(size)))
+            (step, phase): found._replace(ranks=self._groups[step, phase].outside_majority(size))
             for (step, phase), found in self._locations.found.items()
             if step in steps and PHASES[phase] in phases and (step, PHASES[phase]) not in self._unfinished
         }

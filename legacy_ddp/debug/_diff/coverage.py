@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from legacy_ddp._text import name_ranks
 from legacy_ddp.debug._diff import causes as environment_diff
 from legacy_ddp.debug._diff.result import Cause
+from legacy_ddp.debug._trace.read import Run, RunCoverage, span
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
-from legacy_ddp.debug._trace.run import Run, RunCoverage, span
 
 
 class ComparisonCoverage:

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from legacy_ddp._text import compare_rows
 from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.pair import Pair
-from legacy_ddp.debug._diff.result import Divergence, OperationFinding, OperationRow, Verdict
+from legacy_ddp.debug._diff.result import Answer, Divergence, OperationFinding, OperationRow
 from legacy_ddp.debug._operations.align import aligned, differing, first_difference
 from legacy_ddp.debug._operations.describe import Labels, aspects, at, before, details, short, summary
-from legacy_ddp.debug._operations.explain import Facts, explain
+from legacy_ddp.debug._operations.meaning import Facts, explain
 from legacy_ddp.debug._operations.operation import Operation, OperationDifference, with_after_backward
+from legacy_ddp.debug._trace.read import span
 from legacy_ddp.debug._trace.records import Environment
-from legacy_ddp.debug._trace.run import span
 
 ROWS_BEFORE, ROWS_AFTER = 6, 8
 # Of the operations that only one side has, at the first difference.
@@ -72,7 +72,7 @@ def agreement(step: int, counts: tuple[int, int], labels: Labels, meaning: str) 
     return OperationFinding(step, labels, (), counts, "", text, meaning)
 
 
-def with_operations(headline: str, verdict: Verdict, found: OperationFinding | None) -> str:
+def with_operations(headline: str, verdict: Answer, found: OperationFinding | None) -> str:
     """The headline, which for equal tensors says of differing operations that they differ."""
     return f"{headline}; operations differ, see below" if verdict == "same" and found else headline
 

@@ -17,8 +17,8 @@ from legacy_ddp._replicas.digest import CHUNK_BYTES, digest_each, is_digestible
 from legacy_ddp.debug._operations.operation import Operation, Stage, Value
 from legacy_ddp.debug._operations.signature import (
     Descriptions,
+    OperationPlace,
     ParameterNames,
-    Place,
     Places,
     Signature,
     is_setting,
@@ -263,7 +263,7 @@ class _Observer:
             for index, record in enumerate(self._records, start=1)
         ]
 
-    def _has_begun(self, place: Place) -> bool:
+    def _has_begun(self, place: OperationPlace) -> bool:
         """Whether a forward pass of the model has begun; count the pass at its first operation."""
         if place.stage == "backward":
             self._is_new_forward = True

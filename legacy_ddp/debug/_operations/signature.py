@@ -114,7 +114,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     )
 
 
-class Place(NamedTuple):
+class OperationPlace(NamedTuple):
     """``is_inside``: the operation runs in a forward pass of the model, or of a part of the model."""
 
     stage: Stage
@@ -137,7 +137,7 @@ class Places:
         self._modules: list[str] = []
         self._next_number = 0
 
-    def find(self) -> Place | None:
+    def find(self) -> OperationPlace | None:
         """The place of the present operation; None for an operation of this library itself."""
         module, file = internals.caller_of_operation(self._paths, ignored=_CAPTURES)
         if file.startswith(_LIBRARY):
@@ -149,7 +149,7 @@ class Places:
         if module is None:
             module = self._module_of_node() if stage == "backward" else ""
         self._note(module)
-        return Place(stage, module, is_inside)
+        return OperationPlace(stage, module, is_inside)
 
     def _note(self, module: str) -> None:
         """Assign the present node and the nodes after it to ``module``."""

@@ -16,21 +16,29 @@ from markupsafe import Markup
 from legacy_ddp._errors import TraceError
 from legacy_ddp._text import MAX_LINES, MISSING, compare_rows, first_few, name_ranks, printable_lines
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
-from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding, OperationRow, Verdict
-from legacy_ddp.debug._diff.text import cause_parts, lines, on_ranks
+from legacy_ddp.debug._diff.result import (
+    Answer,
+    Cause,
+    Comparison,
+    OperationFinding,
+    OperationRow,
+    cause_parts,
+    lines,
+    on_ranks,
+)
 from legacy_ddp.debug._operations.describe import at
 from legacy_ddp.debug._page.chart import Axis, Chart, Grid
 from legacy_ddp.debug._page.heatmap import parameter_chart, wait_chart
 from legacy_ddp.debug._page.line_charts import local_norm_chart, logged_charts, metric_charts, noise_scale_chart
 from legacy_ddp.debug._page.series import Series, read_series
+from legacy_ddp.debug._trace.read import Run
 from legacy_ddp.debug._trace.records import Environment
-from legacy_ddp.debug._trace.run import Run
 
 PAGE_TAG = "a report of legacy_ddp"
 _BEGINNING = f"<!DOCTYPE html>\n<!-- {PAGE_TAG}".encode()
 _TEMPLATE = Path(__file__).with_name("page.html")
 # Symbol and label, because some readers see no colours. A headline begins with the label.
-_VERDICTS: dict[Verdict, tuple[str, str]] = {
+_VERDICTS: dict[Answer, tuple[str, str]] = {
     "same": ("✓", "same"),
     "different": ("✗", "different"),
     "unknown": ("?", "cannot tell"),

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from legacy_ddp._statistics import estimate_noise, find_straggler
 from legacy_ddp.debug._page.chart import MAX_ROWS, Bins, Cells, Floats, Grid, Indices
-from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.read import KILLED, RankTrace, Run
 from legacy_ddp.debug._trace.records import Names, Section
-from legacy_ddp.debug._trace.run import KILLED, Run
 
 # Phases in which all ranks of a run should hold equal values. A row stands for a parameter and its gradient.
 _PHASES = ("reduced_gradients", "parameters")

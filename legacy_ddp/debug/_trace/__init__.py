@@ -1,4 +1,4 @@
 """Traces of training runs: digests and norms of the state of every rank, one file per rank.
 
-snapshot, environment → records → write ⇒ file ⇒ read → run → summary
+snapshot, environment → records → write ⇒ file ⇒ read → summary
 """

@@ -1,7 +1,7 @@
 """The lines of a trace: encoding with a checksum, and a record for each kind of line. Pure.
 
 A line is a JSON object whose last two keys are the line number and a checksum. A line with the right checksum is what
-a recorder wrote: its members are not checked again. docs/trace-format.md describes every line; a change of their
+a recorder wrote: its members are not checked one by one. docs/trace-format.md describes every line; a change of their
 meaning needs a new ``VERSION``. Version 2 has metrics in a call, and lines of logged values; version 3 has lines of
 operations; version 4 has the parts of a step in a call.
 """
@@ -9,7 +9,7 @@ operations; version 4 has the parts of a step in a call.
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ MAX_INPUTS = 64
 MAX_STEP = 10**15  # more than any training takes, and less than the largest step number of a line
 NO_OPTIMIZER = "none given"  # the fact "optimizer" of a recorder without an optimizer
 NOT_FINITE = ("nan", "inf", "-inf")
+FOREIGN = "it has contents that no recorder writes"
 
 _END = re.compile(rb',"at":(\d{1,18}),"crc32":"([0-9a-f]{8})"\}\n')
 _LONGEST_END = len(',"at":,"crc32":"12345678"}\n') + 18
@@ -53,18 +54,17 @@ def encode(values: Mapping[str, Any], at: int) -> bytes:
     return checked + f',"crc32":"{zlib.crc32(checked):08x}"}}\n'.encode()
 
 
-def decode(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line; ``line`` includes the newline.
+def parse(line: bytes, read: Callable[[dict[str, Any]], T]) -> T:
+    """What ``read`` makes of the JSON object of a line; ``line`` includes the newline.
 
     Raises:
-        DamagedLineError: as :func:`split_checked`.
+        DamagedLineError: as :func:`split_checked`, or the line has contents that no recorder writes.
     """
     split_checked(line)
     try:
-        values: dict[str, Any] = json.loads(line)  # the checked end of the line is the end of an object
-    except (ValueError, RecursionError) as error:
-        raise DamagedLineError(f"it is no JSON ({error})") from error
-    return values
+        return read(json.loads(line))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, StopIteration) as error:
+        raise DamagedLineError(f"{FOREIGN} ({type(error).__name__}: {error})") from error
 
 
 def split_checked(line: bytes) -> tuple[bytes, int]:
@@ -85,7 +85,8 @@ def split_checked(line: bytes) -> tuple[bytes, int]:
 
 def read_record(record: type[T], values: Mapping[str, Any]) -> T:
     """The record of a line: its members by name. Members with a default value may be missing, as in older versions."""
-    return record(**{item.name: as_tuples(values[item.name]) for item in fields(record) if item.name in values})  # type: ignore[arg-type]
+    names = [item.name for item in fields(record)]  # type: ignore[arg-type]
+    return record(**{name: as_tuples(values[name]) for name in names if name in values})
 
 
 def as_tuples(value: Any) -> Any:

@@ -20,9 +20,8 @@ from legacy_ddp._text import (
     shorten,
     wrap,
 )
-from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.read import RankTrace, Run, RunCoverage, span, spans
 from legacy_ddp.debug._trace.records import PHASE_LABELS
-from legacy_ddp.debug._trace.run import Run, RunCoverage, span, spans
 
 JSON_FORMAT = "legacy_ddp show"
 JSON_VERSION = 1

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._text import WIDTH
-from legacy_ddp.debug._diff import text as operation_text
+from legacy_ddp.debug._diff import result as operation_text
 from legacy_ddp.debug._diff.operations import finding, judge_values
 from legacy_ddp.debug._diff.result import OperationFinding
 from legacy_ddp.debug._operations.align import first_difference

@@ -75,6 +75,24 @@ def _with_digests(sequence: Sequence[Operation]) -> list[Operation]:
     return [replace(item, inputs=words(item.inputs), outputs=words(item.outputs)) for item in sequence]
 
 
+def share(micro_batches: int, data: str) -> Callable[[int, int], Any]:
+    """Calls of a rank that has so many of four micro-batches, each with data of its own."""
+
+    def call(step: int, rank: int) -> Any:
+        numbers = range(rank * micro_batches, (rank + 1) * micro_batches)
+        inputs = tuple(("int64 (4,)", data if (step, number) == (3, 2) else f"{step}-{number}") for number in numbers)
+        return call_facts(
+            step, rank, micro_batches=micro_batches, sample_size=micro_batches, forwards=micro_batches, inputs=inputs
+        )
+
+    return call
+
+
+def own(rank: int, size: int) -> Any:
+    """An environment with facts of its run, and of its rank alone."""
+    return environment(rank, size, facts={"torch": f"2.{size}", "seed": str(rank)})
+
+
 LATER = ("local_gradients", "reduced_gradients", "settings", "optimizer", "parameters", "buffers")
 GRADIENTS = {**NAMES, "optimizer": (), "settings": ()}
 OTHER_INPUTS = (("int64 (16, 64)", WORD), ("int64 (16, 64)", f"{16 * 3 + 9:016x}"))
@@ -93,6 +111,23 @@ ONE_BY_ONE = {(1, step, "settings", FOREACH["settings"][0]): ("True", None) for 
 RATE = {(1, 3, "settings", NAMES["settings"][0]): ("0.5", None)}
 LATE = {"reduced_gradients": NAMES["reduced_gradients"]}
 METRICS = {f"m{number}": number / 4 for number in range(12)}
+VALUE = (WORD, 1.0)
+AROUND = {(1, step, "parameters", FIRST["parameters"]): VALUE for step in (1, 2, 4, 5)}
+TURNED = {**NAMES, "parameters": NAMES["parameters"][::-1], "settings": NAMES["settings"][::-1]}
+LETTERS: Given = {
+    "planted": {
+        (rank, step, "parameters", f"parameter '{letter}'"): (letter * 16, 1.0)
+        for rank in range(3)
+        for step in range(6)
+        for letter in "ab"
+    }
+}
+LORA = {**NAMES, "parameters": (*NAMES["parameters"], "parameter 'lora'")}
+ABSENT = {(rank, step, "parameters", "parameter 'lora'"): (None, None) for rank in (0, 1) for step in (0, 1, 2)}
+COMPILED = {**NAMES, "parameters": ("parameter '_orig_mod.a'", "parameter '_orig_mod.b'")}
+INPUTS = call_facts(3, 1).inputs
+OTHER_INPUT = ("int64 (16, 64)", WORD)
+LOCAL = {"environments": lambda rank, size: environment(rank, size, local_buffers=("me*",))}
 
 # Name: the run, and a second run; {} for a run as it is.
 TWO_RUNS: dict[str, tuple[Given, Given]] = {
@@ -192,6 +227,168 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
         },
     ),
     "world sizes, ranks of B differ": ({}, {"world_size": 4, **planted((2, 3, "parameters"))}),
+    # Places: joined, parted, ordered.
+    "a place of many steps": (
+        {"steps": 12},
+        {
+            "steps": 12,
+            **planted(*[(1, step, "parameters") for step in range(4, 13)], (0, 9, "buffers"), (1, 9, "buffers")),
+        },
+    ),
+    **{
+        f"a place parted by {how}": ({}, {"planted": {**AROUND, **other}})
+        for how, other in {
+            "another name": {(1, 3, "parameters", "parameter 'b'"): VALUE},
+            "one name more": {(1, 3, "parameters", f"parameter '{letter}'"): VALUE for letter in "ab"},
+            "one rank more": {(rank, 3, "parameters", FIRST["parameters"]): VALUE for rank in (0, 1)},
+            "an equal step": {},
+        }.items()
+    },
+    "ranks that differ in names of their own": (
+        {},
+        {
+            "planted": {
+                **dict.fromkeys([(0, step, "parameters", "parameter 'a'") for step in (1, 2)], VALUE),
+                **dict.fromkeys([(1, 1, "parameters", "parameter 'b'"), (1, 2, "parameters", "parameter 'a'")], VALUE),
+            }
+        },
+    ),
+    "names in another order": (LETTERS, {**LETTERS, "names": TURNED}),
+    "names in another order and a difference": (
+        LETTERS,
+        {
+            "names": TURNED,
+            "planted": {**LETTERS["planted"], **planted((0, 3, "settings"), (0, 3, "buffers"))["planted"]},
+        },
+    ),
+    "a gradient and settings in one step": ({}, planted((0, 2, "settings"), (0, 2, "local_gradients"))),
+    "a parameter added later": (
+        {"names": LORA, "planted": ABSENT},
+        {"names": LORA, "planted": {**ABSENT, (0, 3, "parameters", "parameter 'lora'"): (None, None)}},
+    ),
+    # Size of a difference.
+    "rounding that grows within a step": (
+        {},
+        {
+            "planted": {
+                **planted((0, 2, "local_gradients"), value=SMALL)["planted"],
+                **planted((0, 2, "parameters"))["planted"],
+            }
+        },
+    ),
+    "nothing but rounding beside gradients": (
+        planted((0, 2, "local_gradients"), value=("c" * 16, 1e-9)),
+        planted((0, 2, "local_gradients"), value=("d" * 16, 1.02e-9)),
+    ),
+    # Causes.
+    "facts, likeliest first": (
+        facts(),
+        {
+            **planted((0, 1, "parameters")),
+            **facts(torch="2.14.0", threads="4", host="elsewhere", pid="9", python="3.12"),
+        },
+    ),
+    "facts of some ranks": (
+        {"world_size": 3},
+        {
+            "world_size": 3,
+            **planted((0, 1, "parameters")),
+            "environments": lambda rank, size: environment(
+                rank, size, facts={"torch": "2.13.0", "threads": str(1 + rank), "seed": "0"}
+            ),
+        },
+    ),
+    **{
+        f"another call: {what}": ({}, {**planted((1, 3, "local_gradients")), **calls(**changes)})
+        for what, changes in {
+            "data of the second pass": {"inputs": (INPUTS[0], OTHER_INPUT)},
+            "shape of the first pass": {"inputs": (("int64 (8, 64)", WORD), INPUTS[1])},
+            "no sample_size": {"sample_size": None},
+            "took no part": {"took_part": False, "micro_batches": 0, "forwards": 0, "inputs": ()},
+            "generators": {"generators": WORD},
+            "a further pass": {"forwards": 3, "inputs": (*INPUTS, OTHER_INPUT)},
+            "a further pass after other data": {"forwards": 3, "inputs": (INPUTS[0], OTHER_INPUT, OTHER_INPUT)},
+            "a plain module": {"micro_batches": 0, "forwards": 0, "inputs": ()},
+            "timings": {"seconds_waited": 9.0, "local_norm": 7.0, "call": 99, "seconds": {}, "payload_bytes": 3},
+        }.items()
+    },
+    "another call: a later one": (
+        {},
+        {**planted((0, 2, "local_gradients")), **calls(generators=WORD)},
+    ),
+    "another call: earlier on another rank": (
+        {"world_size": 3},
+        {
+            "world_size": 3,
+            **planted((0, 4, "local_gradients")),
+            "calls": lambda step, rank: call_facts(step, rank, micro_batches=9 if step >= 3 - rank else 2),
+        },
+    ),
+    # Phases and steps that were not recorded.
+    **{
+        f"an optimizer without {lacking[-1]}": (given, given)
+        for lacking in (("settings",), ("settings", "optimizer"))
+        for given in [{"names": {**NAMES, **dict.fromkeys(lacking, ())}, **facts(optimizer="LBFGS")}]
+    },
+    "settings and optimizer in A alone": ({}, {"names": GRADIENTS | {"local_gradients": NAMES["local_gradients"]}}),
+    "a difference beyond the common steps": ({}, {"steps": 9, **planted((0, 7, "parameters"))}),
+    "a resumed run with optimizer state": ({}, {"steps": 2, **steps(4)}),
+    # Refused.
+    "another model": (
+        {},
+        {"names": {**NAMES, "parameters": ("parameter 'a'", *(f"parameter 'c{i}'" for i in range(5)))}},
+    ),
+    "another shape": ({}, {"kind": "float32 (9,)"}),
+    "another model by its environment": (
+        {"names": {"local_gradients": NAMES["local_gradients"]}},
+        {
+            "names": {"local_gradients": NAMES["local_gradients"]},
+            "environments": lambda rank, size: environment(rank, size, parameters=("a", "z")),
+        },
+    ),
+    "a compiled model": ({"names": COMPILED}, {}),
+    "a compiled model of another shape": ({"names": COMPILED, "kind": "float32 (9,)"}, {}),
+    # World sizes.
+    "world sizes, local buffers": (
+        {},
+        {
+            "world_size": 4,
+            **planted((0, 1, "local_gradients"), (0, 3, "buffers")),
+            "environments": lambda rank, size: environment(rank, size, local_buffers=("me*",)),
+        },
+    ),
+    **{
+        f"world sizes, reproducible, {name}": (
+            {**REPRODUCIBLE, "calls": share(2, "3-2")},
+            {
+                **REPRODUCIBLE,
+                "calls": share(1, data),
+                "world_size": 4,
+                **planted((0, 3, "reduced_gradients"), value=SMALL),
+            },
+        )
+        for name, data in {"equal data": "3-2", "other data": "other"}.items()
+    },
+    "world sizes, reproducible, another shape": (
+        {**REPRODUCIBLE, "calls": share(2, "3-2")},
+        {
+            **REPRODUCIBLE,
+            **planted((0, 1, "reduced_gradients")),
+            "world_size": 1,
+            "calls": lambda step, rank: call_facts(
+                step, rank, inputs=(("int64 (8,)", "a"),), forwards=1, micro_batches=1
+            ),
+        },
+    ),
+    "world sizes, facts of single ranks": (
+        {"environments": own},
+        {"environments": own, "world_size": 3, **planted((0, 3, "parameters"))},
+    ),
+    "world sizes, ranks of A differ": (planted((1, 2, "parameters")), {"world_size": 4}),
+    "buffers of each rank": (
+        LOCAL,
+        {**LOCAL, **planted((1, 3, "buffers"))},
+    ),
 }
 ONE_RUN: dict[str, Given] = {
     "equal": {"world_size": 3},
@@ -224,6 +421,27 @@ ONE_RUN: dict[str, Given] = {
     },
     "ended by an error": {"end": "ReplicaDivergenceError"},
     "only the start": {"steps": 0},
+    "each its own, and another name": {
+        "world_size": 4,
+        "planted": {
+            **{(rank, 3, "parameters", "parameter 'a'"): (f"{rank:016x}", 1.0) for rank in (1, 2)},
+            (3, 3, "parameters", "parameter 'b'"): VALUE,
+        },
+    },
+    "places of many steps": {
+        "world_size": 3,
+        "steps": 12,
+        **planted(*[(1, step, "parameters") for step in (*range(3, 8), *range(9, 13))], (2, 11, "optimizer")),
+    },
+    "many places": {"steps": 26, "world_size": 3, **planted(*[(1, step, "buffers") for step in range(1, 26, 2)])},
+    "buffers of each rank": {"world_size": 3, **LOCAL, **planted((1, 2, "buffers"))},
+    "facts, and seeds of each rank": {
+        "world_size": 3,
+        **planted((1, 2, "parameters")),
+        "environments": lambda rank, size: environment(
+            rank, size, facts={"torch": f"2.{13 + (rank == 1)}.0", "seed": str(rank), "pid": str(rank)}
+        ),
+    },
     "operations": with_operations(WRONG),
 }
 # Name: the run, and what happens to its files.
@@ -232,12 +450,39 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
     "a rank recorded no step": lambda folder: end_after(folder / "rank-00001.jsonl", None),
     "no optimizer on rank 1": lambda folder: without(folder / "rank-00001.jsonl", lambda line: b'"optimizer"' in line),
     "a damaged line": lambda folder: _damage(folder / "rank-00001.jsonl"),
+    "a damaged second line": lambda folder: _damage(folder / "rank-00001.jsonl", 1),
+    "a rank is a step behind": lambda folder: end_after(folder / "rank-00001.jsonl", 4),
+    "a rank has the start alone": lambda folder: end_after(folder / "rank-00002.jsonl", 0),
+    "a torn last line": lambda folder: _cut_bytes(folder / "rank-00001.jsonl", 30),
+    "a rank was killed within its step": lambda folder: without(
+        folder / "rank-00001.jsonl",
+        lambda line: b'"line":"end"' in line or (b'"step":5' in line and b'"phase":"buffers"' in line),
+    ),
+    "names in another order on a rank": lambda folder: _turned(folder, 1),
+    "a phase is missing in the midst": lambda folder: without(
+        folder / "rank-00000.jsonl", lambda line: b'"step":3,"phase":"parameters"' in line
+    ),
+    "a call is missing": lambda folder: without(
+        folder / "rank-00001.jsonl", lambda line: line.startswith(b'{"line":"call","step":3,')
+    ),
 }
 
 
-def _damage(path: Path) -> None:
+def _damage(path: Path, at: int = 20) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:20], lines[20].replace(b":", b";", 1), *lines[21:]]))
+    path.write_bytes(b"".join([*lines[:at], lines[at].replace(b":", b";", 1), *lines[at + 1 :]]))
+
+
+def _turned(folder: Path, rank: int) -> None:
+    """The file of a run with its names in another order, and another value in step 4."""
+    given = {"world_size": 3, "names": TURNED, **planted((rank, 4, "parameters"))}
+    with TemporaryDirectory() as other:
+        name = f"rank-{rank:05}.jsonl"
+        (folder / name).write_bytes((write_trace(Path(other), **given) / name).read_bytes())
+
+
+def _cut_bytes(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
 
 
 def outputs(*folders: Path) -> str:
@@ -245,7 +490,8 @@ def outputs(*folders: Path) -> str:
     names = [folder.name for folder in folders]
     with chdir(folders[0].parent):
         text, members = command("diff", *names), command("diff", "--json", *names)
-    return f"exit status {text.returncode}\n{text.stdout}{json.dumps(json.loads(members.stdout))}\n"
+    answer = json.dumps(json.loads(members.stdout)) if members.stdout else members.stderr.rstrip()
+    return f"exit status {text.returncode}\n{text.stdout}{answer}\n"
 
 
 def scenes() -> dict[str, Callable[[Path], str]]:

@@ -2,17 +2,18 @@
 
 import pytest
 
-from legacy_ddp.debug._diff.locations import Locations, merge
 from legacy_ddp.debug._diff.pair import (
     Entry,
     EntryDifference,
+    Locations,
     entries,
     entry_differences,
     greatest_difference,
     keep_all,
     keep_shared,
-    relative_difference,
+    merge,
 )
+from legacy_ddp.debug._diff.result import relative_difference
 from legacy_ddp.debug._trace.records import Names, Section, Values
 
 ONE = Entry("float32 (2,)", "ab", 1.0, 0)

@@ -16,8 +16,9 @@ from legacy_ddp.debug._diff.result import (
     OperationFinding,
     OperationRow,
     Side,
+    as_json,
+    lines,
 )
-from legacy_ddp.debug._diff.text import as_json, lines
 from legacy_ddp.debug._trace.records import PHASES
 
 

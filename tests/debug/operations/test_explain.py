@@ -9,7 +9,7 @@ from legacy_ddp.debug._cross_check import verdict as of_cross_check
 from legacy_ddp.debug._operations import explain as of_operations
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import details, place, summary
-from legacy_ddp.debug._operations.explain import Explanation, explain
+from legacy_ddp.debug._operations.meaning import Explanation, explain
 from legacy_ddp.debug._operations.operation import Operation
 from tests.helpers.operations import changed, model, numbered, operation, rewritten, value
 

@@ -7,7 +7,7 @@ import pytest
 
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import details, summary
-from legacy_ddp.debug._operations.explain import Explanation, explain
+from legacy_ddp.debug._operations.meaning import Explanation, explain
 from legacy_ddp.debug._operations.operation import Operation, OperationDifference, with_after_backward
 from tests.helpers.operations import changed, layer, model, operation, rewritten, value
 

@@ -11,7 +11,7 @@ from selenium import webdriver
 
 from legacy_ddp.debug._diff.result import Comparison
 from legacy_ddp.debug._page.page import render
-from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug._trace.read import open_run
 from tests.helpers.browser import Page, open_browser, reason_missing
 from tests.helpers.traces import NAMES, call_facts, environment, write_trace
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from legacy_ddp._statistics import estimate_noise
 from legacy_ddp.debug._page.chart import Grid, extremes
+from legacy_ddp.debug._trace.read import Run, open_run
 from legacy_ddp.debug._trace.records import CallFacts
-from legacy_ddp.debug._trace.run import Run, open_run
 from tests.helpers.report import LOCAL, NOISE, Shown, report, titled
 from tests.helpers.traces import NAMES, Planted, call_facts, environment, without, write_trace
 

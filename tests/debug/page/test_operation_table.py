@@ -13,7 +13,7 @@ from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._page.page import cause_table, operation_table, render
-from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug._trace.read import open_run
 from tests.helpers.browser import Page, open_browser, reason_missing
 from tests.helpers.operations import changed, model, numbered, operation, rewritten
 from tests.helpers.traces import write_trace

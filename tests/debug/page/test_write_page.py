@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._diff.result import Comparison, Verdict
+from legacy_ddp.debug._diff.result import Answer, Comparison
 from legacy_ddp.debug._page.page import publish, render, reserved, write_page
+from legacy_ddp.debug._trace.read import Run, open_run
 from legacy_ddp.debug._trace.records import RANK_FILE, Environment
-from legacy_ddp.debug._trace.run import Run, open_run
 from tests.helpers.paths import ROOT
 from tests.helpers.traces import NAMES, call_facts, end_after, environment, without, write_trace
 
 EVIL = "</script><script>alert(1)</script><img src=https://example.com/a.png>&\"'"
 OLD = "<!DOCTYPE html>\n<!-- a report of legacy_ddp -->\nthe old one"
-VERDICT_WORDS: dict[Verdict, str] = {"same": "SAME", "different": "DIFFERENT", "unknown": "CANNOT TELL"}
+VERDICT_WORDS: dict[Answer, str] = {"same": "SAME", "different": "DIFFERENT", "unknown": "CANNOT TELL"}
 
 
 class _Reader(HTMLParser):
@@ -56,7 +56,7 @@ def _run(folder: Path, **more: Any) -> Run:
     return open_run(write_trace(folder, **more))
 
 
-def _page(*runs: Run, verdict: Verdict = "different", headline: str = "Ranks differ", text: str = "the text") -> str:
+def _page(*runs: Run, verdict: Answer = "different", headline: str = "Ranks differ", text: str = "the text") -> str:
     folders = tuple(str(run.folder) for run in runs)
     return render(runs, Comparison(folders, verdict, headline), text.splitlines())
 
@@ -66,7 +66,7 @@ def _read(*runs: Run, **more: Any) -> _Reader:
 
 
 @pytest.mark.parametrize("verdict", ["same", "different", "unknown"])
-def test_the_verdict_is_text_and_not_by_colour_alone(tmp_path: Path, verdict: Verdict) -> None:
+def test_the_verdict_is_text_and_not_by_colour_alone(tmp_path: Path, verdict: Answer) -> None:
     headline = f"{VERDICT_WORDS[verdict].lower()}: What was found."  # the word comes once
     page = _read(_run(tmp_path / "a"), verdict=verdict, headline=headline, text="first line\n  second line")
 

@@ -1,6 +1,7 @@
 """Lines of a trace: round trips, and the refusal of damaged or foreign lines."""
 
 import json
+import re
 import zlib
 from typing import Any
 
@@ -12,9 +13,10 @@ from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import (
     DamagedLineError,
+    Names,
     check_version,
-    decode,
     encode,
+    parse,
     split_checked,
 )
 from tests.helpers.trace_scenarios import (
@@ -25,6 +27,7 @@ from tests.helpers.trace_scenarios import (
     scenarios,
     temporary_folder,
     texts,
+    trace_of,
     write_scenario,
 )
 from tests.helpers.traces import environment, sealed
@@ -55,7 +58,7 @@ def test_a_line_with_any_changed_bit_is_damaged(members: dict[str, Any], data: s
     line[position] ^= 1 << bit
 
     with pytest.raises(DamagedLineError):
-        decode(bytes(line))
+        parse(bytes(line), dict)
 
 
 @given(MEMBERS, st.data())
@@ -70,13 +73,13 @@ def test_a_line_that_is_cut_is_torn(members: dict[str, Any], data: st.DataObject
 
 @pytest.mark.parametrize("body", [b"", b"[1", b'{"a":', b'{"a":NULL', b'{"a":"\xff"', b"\0", b'{"a":' + b"9" * 5000])
 def test_what_is_no_json_is_damaged_whatever_its_checksum(body: bytes) -> None:
-    with pytest.raises(DamagedLineError, match="it is no JSON"):
-        decode(sealed(body))
+    with pytest.raises(DamagedLineError, match="it has contents that no recorder writes"):
+        parse(sealed(body), dict)
 
 
 def test_a_line_nested_too_deep_to_parse_is_damaged() -> None:
-    with pytest.raises(DamagedLineError, match="it is no JSON"):
-        decode(sealed(b'{"a":' + b"[" * 200_000))
+    with pytest.raises(DamagedLineError, match="it has contents that no recorder writes"):
+        parse(sealed(b'{"a":' + b"[" * 200_000), dict)
 
 
 def test_no_line_says_nan_which_json_lacks() -> None:
@@ -112,3 +115,51 @@ def test_another_version_is_reported() -> None:
 def test_another_first_line_is_no_trace(changes: dict[str, Any]) -> None:
     with pytest.raises(TraceError, match="is no trace: got a first line of another kind, expected one of format"):
         check_version({**environment(0, 1).to_json(), **changes})
+
+
+VALUES = b'{"line":"values","step":1,"phase":"buffers","names":0,"words":["a"],"norms":[null],"nonfinite":[]'
+
+
+@pytest.mark.parametrize(
+    "body, what",
+    [
+        (VALUES.replace(b'"names":0', b'"names":1'), "line 3: it has contents that no recorder writes"),
+        (VALUES.replace(b"buffers", b"settings"), "line 3: it has contents that no recorder writes"),
+        (VALUES.replace(b'"step":1', b'"step":-1'), "line 3: it is of a kind that no recorder writes"),
+        (b'{"line":"lunch"', "line 3: it is of a kind that no recorder writes"),
+        (b"[1", r"line 3: it has contents that no recorder writes \(JSONDecodeError: "),
+        (
+            b'{"line":"names","number":1,"phase":"lunch","names":[],"kinds":[]',
+            "line 3: it has contents that no recorder",
+        ),
+        (b'{"line":"names","number":1,"phase":"buffers"', "line 3: it has contents that no recorder writes"),
+        (b'{"line":"log","step":1,"values":[1]', "line 3: it has contents that no recorder writes"),
+        (b'{"line":"end","step":1', r"line 3: it has contents that no recorder writes \(KeyError: 'reason'\)"),
+        (VALUES.replace(b',"norms":[null]', b""), "a line of step 1 cannot be read: it has contents that no recorder"),
+        (VALUES.replace(b'["a"]', b"null"), "a line of step 1 cannot be read: it has contents that no recorder"),
+        (b'{"line":"call","step":1,"x":0', "a line of step 1 cannot be read: it has contents that no recorder"),
+    ],
+)
+def test_contents_that_no_recorder_writes_are_reported_whatever_their_checksum(body: bytes, what: str) -> None:
+    before = [environment(0, 1).to_json(), Names("buffers", ("x",), ("",)).to_json(0)]
+    data = b"".join(encode(members, at) for at, members in enumerate(before, start=1)) + sealed(body, 3)
+
+    try:
+        with trace_of(data) as trace:
+            contents_of(trace)
+            found = trace.damage
+    except TraceError as error:
+        found = str(error)
+
+    assert re.search(what, found)
+
+
+def test_a_first_line_that_lacks_a_member_is_damaged() -> None:
+    members = environment(0, 1).to_json()
+    del members["facts"]
+
+    with (
+        pytest.raises(TraceError, match="line 1 is damaged: it has contents that no recorder writes"),
+        trace_of(encode(members, 1)),
+    ):
+        pass

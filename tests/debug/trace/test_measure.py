@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._replicas.digest import digest
-from legacy_ddp.debug._trace.measure import measure
+from legacy_ddp.debug._trace.snapshot import measure
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NARROW = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legacy_ddp import TraceError
 from legacy_ddp.debug._operations.operation import Operation, Value
-from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug._trace.read import RankTrace, open_run
+from legacy_ddp.debug._trace.records import encode
 from legacy_ddp.debug._trace.summary import lines, summarise
 from legacy_ddp.debug._trace.write import Writer, declaration_of, digests_of
 from tests.helpers.traces import environment
@@ -81,6 +83,19 @@ def test_a_step_has_a_line_for_each_micro_batch(tmp_path: Path) -> None:
         assert [item.micro_batch for item in trace.operations(4)] == [1, 1, 2]
         assert trace.operation_counts == {4: 3}
     assert path.read_bytes().count(b'"line":"operations"') == 2
+
+
+@pytest.mark.parametrize("numbers, digests", [([0], "0" * 16), ([7], "0" * 48)])
+def test_operations_that_no_recorder_writes_are_an_error_of_their_step(
+    numbers: list[int], digests: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, {1: [operation()]})
+    kept = path.read_bytes().partition(b'{"line":"operations"')[0]
+    members = {"line": "operations", "step": 1, "micro_batch": 1, "numbers": numbers, "digests": digests}
+    path.write_bytes(kept + encode(members, kept.count(b"\n") + 1))
+
+    with RankTrace(path) as trace, pytest.raises(TraceError, match="a line of step 1 cannot be read: it has contents"):
+        trace.operations(1)
 
 
 def test_a_torn_line_of_operations_ends_the_trace_before_its_step(tmp_path: Path) -> None:

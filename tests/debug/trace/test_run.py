@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._trace.run import RunCoverage, open_run, span, spans
+from legacy_ddp.debug._trace.read import RunCoverage, open_run, span, spans
 from legacy_ddp.debug._trace.write import Writer
 from tests.helpers.operations import operation
 from tests.helpers.traces import KIND, NAMES, end_after, environment, write_trace
@@ -155,6 +155,12 @@ def test_ranks_of_a_whole_and_of_a_resumed_run_are_refused_together(tmp_path: Pa
     write_trace(tmp_path, environments=lambda rank, size: environment(rank, size, **{what: 1 + rank}))
 
     assert _refused(tmp_path) == f"{tmp_path} holds files of several runs: got {what} [1, 2], expected one value"
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-00000.jsonl")
+
+    assert _refused(tmp_path).endswith("rank-00000.jsonl is a pipe, expected a file; save its output to a file")
 
 
 def test_ranks_of_two_jobs_are_refused_together(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.read import RankTrace, open_run
 from legacy_ddp.debug._trace.records import Names, Section, Values
-from legacy_ddp.debug._trace.run import open_run
 from legacy_ddp.debug._trace.write import Writer
 from tests.helpers.trace_scenarios import contents_of
 from tests.helpers.traces import call_facts, environment, write_trace

@@ -11,13 +11,15 @@ from legacy_ddp.debug._diff.causes import (
     MICRO_BATCHES,
     SAMPLE_SIZE,
     SHAPE,
+    TAKEN,
     TOOK_PART,
     TOTALS,
+    SettingDifference,
+    chooses_implementation,
 )
-from legacy_ddp.debug._diff.pair import GROWTH_LIMIT, ROUNDING_LIMIT, Growth, first_few
-from legacy_ddp.debug._diff.result import Divergence
-from legacy_ddp.debug._diff.settings import TAKEN, SettingDifference, chooses_implementation
-from legacy_ddp.debug._operations.explain import Row, always, explain_by
+from legacy_ddp.debug._diff.pair import GROWTH_LIMIT, Growth, first_few
+from legacy_ddp.debug._diff.result import ROUNDING_LIMIT, Divergence
+from legacy_ddp.debug._operations.meaning import Rule, always, explain_by
 
 Kind = Literal["runs", "sizes", "ranks"]
 """Two runs, two runs of different world sizes, or the ranks of one run."""
@@ -181,7 +183,7 @@ class Evidence:
         return name_ranks(self.first.ranks)
 
 
-Sentence = str | Row
+Sentence = str | Rule
 """A text, or a row with the condition and the text. ``{c.values}`` stands for an attribute of the evidence."""
 Group = Sentence | list[Sentence]
 """A sentence, or several of which the first that applies is told."""
@@ -194,7 +196,7 @@ def explain(evidence: Evidence) -> str:
 
 def _told(group: Group, evidence: Evidence) -> str:
     sentences = group if isinstance(group, list) else [group]
-    return explain_by((item if isinstance(item, Row) else Row(always, item) for item in sentences), evidence).meaning
+    return explain_by((item if isinstance(item, Rule) else Rule(always, item) for item in sentences), evidence).meaning
 
 
 def _groups(evidence: Evidence) -> tuple[Group, ...]:
@@ -208,40 +210,42 @@ def _groups(evidence: Evidence) -> tuple[Group, ...]:
 
 
 _MAJORITY: Group = [
-    Row(lambda c: not c.agreeing, "No majority: nothing tells which ranks to look at."),
+    Rule(lambda c: not c.agreeing, "No majority: nothing tells which ranks to look at."),
     "{c.agreeing} of {c.world_size} ranks agree; outside of the majority: {c.outside}.",
 ]
 _STEPS_BEFORE: Group = [
-    Row(lambda c: c.previous is None, "Nothing before this step was compared, so the cause may lie earlier."),
-    Row(
+    Rule(lambda c: c.previous is None, "Nothing before this step was compared, so the cause may lie earlier."),
+    Rule(
         lambda c: c.previous == c.first.step - 1 and c.settings_before,
         "All tensors that were compared up to step {c.previous} agree, also where settings differ.",
     ),
-    Row(lambda c: c.previous == c.first.step - 1, "All that was compared up to step {c.previous} agrees."),
+    Rule(lambda c: c.previous == c.first.step - 1, "All that was compared up to step {c.previous} agrees."),
     "Steps after {c.previous} and before this one were not compared, so the cause may lie in any of them.",
 ]
-_ONLY_SIDE = Row(lambda c: c.only_side, "Only {c.only_side} holds {c.first.name}.")
-_UNTAKEN = Row(lambda c: c.untaken, "{c.untaken} A GradScaler skips a step, and so may a condition of the script.")
+_ONLY_SIDE = Rule(lambda c: c.only_side, "Only {c.only_side} holds {c.first.name}.")
+_UNTAKEN = Rule(lambda c: c.untaken, "{c.untaken} A GradScaler skips a step, and so may a condition of the script.")
 _OTHER_SETTINGS: Group = [
-    Row(lambda c: c.implementation, ""),  # the reason, which follows
-    Row(
+    Rule(lambda c: c.implementation, ""),  # the reason, which follows
+    Rule(
         lambda c: c.settings_there and c.settings_are_apart,
         "Settings that differ in this step change it by rounding at most: {c.settings_there}.",
     ),
-    Row(lambda c: c.settings_there, "Settings that differ in this step: {c.settings_there}."),
+    Rule(lambda c: c.settings_there, "Settings that differ in this step: {c.settings_there}."),
 ]
-_IMPLEMENTATION = Row(
+_IMPLEMENTATION = Rule(
     lambda c: c.implementation,
     "{c.earlier_phases}the likely cause is another implementation of the step: {c.implementation}.",
 )
 
-_SETTINGS_AFTER = Row(lambda c: c.settings_after, "In the next compared step settings differ, too: {c.settings_after}.")
+_SETTINGS_AFTER = Rule(
+    lambda c: c.settings_after, "In the next compared step settings differ, too: {c.settings_after}."
+)
 
 _RUNS_AT_START: dict[str, tuple[Group, ...]] = {
     "settings": ("{c.begin_with} other settings of the optimizer: {c.values}.",),
     "optimizer": (
         [
-            Row(
+            Rule(
                 lambda c: c.only_side,
                 "Only {c.only_side} holds it there: was the optimizer's state left out of a checkpoint, or of loading "
                 "it?",
@@ -251,10 +255,10 @@ _RUNS_AT_START: dict[str, tuple[Group, ...]] = {
     ),
     "parameters": (
         "{c.begin_with} other weights: another seed, another initialisation or another checkpoint.",
-        Row(lambda c: "seed" in c.causes, "Their seeds differ."),
+        Rule(lambda c: "seed" in c.causes, "Their seeds differ."),
     ),
     "buffers": (
-        Row(lambda c: "parameters" in c.compared, "Weights agree."),
+        Rule(lambda c: "parameters" in c.compared, "Weights agree."),
         "{c.begin_with} other buffers: a checkpoint without them, or a forward pass before the start.",
     ),
 }
@@ -263,22 +267,22 @@ _BETWEEN_RUNS: dict[str, tuple[Group, ...]] = {
     "local_gradients": (
         "Local gradients are the first to differ: other inputs, another computation, or another state before it.",
         _ONLY_SIDE,
-        Row(lambda c: SHAPE in c.causes, "The forward passes were given micro-batches of another shape."),
-        Row(lambda c: c.other_data == {DATA}, "The forward passes were given other data."),
-        Row(lambda c: c.other_numbers, "The runs took another number of {c.numbers}."),
-        Row(lambda c: GENERATORS in c.causes, "Random generators differ, so dropout may have drawn other masks."),
-        Row(
+        Rule(lambda c: SHAPE in c.causes, "The forward passes were given micro-batches of another shape."),
+        Rule(lambda c: c.other_data == {DATA}, "The forward passes were given other data."),
+        Rule(lambda c: c.other_numbers, "The runs took another number of {c.numbers}."),
+        Rule(lambda c: GENERATORS in c.causes, "Random generators differ, so dropout may have drawn other masks."),
+        Rule(
             lambda c: not c.other_data and not c.inputs_known,
             "Whether the data differ cannot be told: not all inputs were recorded.",
         ),
-        Row(lambda c: c.equal_data, "The forward passes were given equal data, so the data are ruled out."),
-        Row(
+        Rule(lambda c: c.equal_data, "The forward passes were given equal data, so the data are ruled out."),
+        Rule(
             # Not with micro_batch_rng() (reproducible runs): its seeds are gone before the call records the generators.
             # Not with other data: equal generators may have drawn the mask for another tensor.
             lambda c: c.equal_generators and not c.other_data and not c.reproducible,
             "Random generators are equal, so dropout has drawn from the same numbers.",
         ),
-        Row(
+        Rule(
             lambda c: c.equal_data and c.equal_generators and not c.only_side,
             "Look at: other code or arguments of the model, loss or its scale, weights or buffers written since the "
             "step before was recorded, gradients left over (zero_grad) or edited before the call, other targets in a "
@@ -288,13 +292,13 @@ _BETWEEN_RUNS: dict[str, tuple[Group, ...]] = {
     ),
     "reduced_gradients": (
         [
-            Row(lambda c: c.other_amounts, "The ranks took other amounts, which the sum is divided by or made of."),
-            Row(
+            Rule(lambda c: c.other_amounts, "The ranks took other amounts, which the sum is divided by or made of."),
+            Rule(
                 lambda c: c.kind == "sizes",
                 "Local gradients of other world sizes cannot be compared, so the difference may come from them or from "
                 "their sum.",
             ),
-            Row(
+            Rule(
                 lambda c: "local_gradients" in c.compared,
                 "All local gradients agree, so the difference comes from their reduction: the order of the sum "
                 "(buffer_size, backend, hosts), reduce_dtype, a communication hook, or a transport that does not keep "
@@ -306,17 +310,17 @@ _BETWEEN_RUNS: dict[str, tuple[Group, ...]] = {
             ),
         ],
         _ONLY_SIDE,
-        Row(lambda c: c.other_data, "The forward passes were given other data."),
+        Rule(lambda c: c.other_data, "The forward passes were given other data."),
     ),
     "settings": (
         "A setting of the optimizer differs: {c.values}. Look for another schedule or another argument.",
-        Row(lambda c: c.earlier, "It differs {c.earlier}."),
-        Row(
+        Rule(lambda c: c.earlier, "It differs {c.earlier}."),
+        Rule(
             lambda c: c.resumed,
             "{c.resumed[0]} was resumed at step {c.resumed[1]}: was the state of a scheduler left out of a checkpoint, "
             "or of loading it?",
         ),
-        Row(lambda c: "reduced_gradients" in c.compared, "Gradients agree up to there."),
+        Rule(lambda c: "reduced_gradients" in c.compared, "Gradients agree up to there."),
     ),
     "optimizer": (
         _OTHER_SETTINGS,
@@ -336,12 +340,12 @@ _BETWEEN_RUNS: dict[str, tuple[Group, ...]] = {
         [
             _UNTAKEN,
             _IMPLEMENTATION,
-            Row(
+            Rule(
                 lambda c: "optimizer" in c.compared,
                 "{c.earlier_phases}only weights differ. Possible are a write to them outside of step(), a step left "
                 "out or taken twice, other arithmetic, and memory.",
             ),
-            Row(
+            Rule(
                 lambda c: "settings" in c.compared,
                 "{c.earlier_phases}the cause came between the call and the end of the step. Possible are gradients "
                 "clipped or edited there, other arithmetic of the optimizer, and a write to weights.",
@@ -354,7 +358,7 @@ _BETWEEN_RUNS: dict[str, tuple[Group, ...]] = {
         _ONLY_SIDE,
     ),
     "buffers": (
-        Row(lambda c: "parameters" in c.compared, "Only buffers differ."),
+        Rule(lambda c: "parameters" in c.compared, "Only buffers differ."),
         (
             "Possible are forward passes in training mode that made no gradients (evaluation without eval()), another "
             "momentum or code of the layer, and a write to buffers."
@@ -397,7 +401,7 @@ _RANKS_AT_START: dict[str, Group] = {
 }
 
 _WORLD_SIZES: Group = [
-    Row(
+    Rule(
         lambda c: c.adds_in_tree,
         "Both add gradients in the order of a tree (reproducible=True): with a no_sync() block for each micro-batch "
         "the order of the sum is not the reason. A loss divided by the micro-batches of a rank would be one, and "
@@ -407,21 +411,21 @@ _WORLD_SIZES: Group = [
 ]
 _SIZE: tuple[Group, ...] = (
     [
-        Row(
+        Rule(
             lambda c: c.is_rounding,
             "Norms there differ by at most {c.size:.2g} relative: of rounding size, judged by norms alone.",
         ),
-        Row(
+        Rule(
             lambda c: c.size is not None,
             "Norms there differ by up to {c.size:.2g} relative: more than rounding usually makes at once.",
         ),
     ],
     [
-        Row(
+        Rule(
             lambda c: c.growth and c.growth.name,
             f"It grows beyond {GROWTH_LIMIT:.1%} at step {{c.growth.step}}: {{c.growth.name}}.",
         ),
-        Row(
+        Rule(
             lambda c: c.growth,
             "Up to step {c.growth.last}, no norm of weights or reduced gradients differs by more than "
             f"{GROWTH_LIMIT:.1%}.",

@@ -40,7 +40,7 @@ class Explanation:
     next_step: str
 
 
-class Row(NamedTuple):
+class Rule(NamedTuple):
     """A row of a table of explanations. In the texts ``{c.here.name}`` stands for an attribute of the case."""
 
     applies: Callable[[Any], object]
@@ -53,9 +53,9 @@ def always(_: object) -> bool:
     return True
 
 
-def explain_by(rows: Iterable[Row], case: object) -> Explanation:
+def explain_by(rows: Iterable[Rule], case: object) -> Explanation:
     """The texts of the first row that applies to the case; empty if none does."""
-    row = next((row for row in rows if row.applies(case)), Row(always, ""))
+    row = next((row for row in rows if row.applies(case)), Rule(always, ""))
     return Explanation(row.meaning.format(c=case), row.next_step.format(c=case))
 
 
@@ -282,52 +282,52 @@ _FIND_SOURCE = (
 )
 
 _INPUT = (
-    Row(
+    Rule(
         lambda c: not c.found.differing_values,
         "One side passes more tensors.",
         "look at the arguments of {c.here.module}",
     ),
-    Row(
+    Rule(
         lambda c: c.names[0] != c.names[1],
         "Another tensor is passed: {c.passed} (a copy, a cast, or a tensor kept from an earlier step).",
         _COPIES,
     ),
-    Row(
+    Rule(
         lambda c: c.parameter and not c.reader,
         "The weight or buffer {c.parameter!r} came into this step with other bits, or was written inside of the "
         "step before this operation, which no recorded operation did (NumPy, a second thread, an extension).",
         "compare the steps before (record them too; the checkpoint, the optimizer), and look for code that writes to "
         "weights during a step",
     ),
-    Row(
+    Rule(
         lambda c: c.parameter,
         "The weight or buffer {c.parameter!r} agreed in {c.reader.number}, and changed before {c.here.number}, which "
         "no recorded operation did: a second thread, a stale pointer, or memory.",
         "look for threads and extensions that write to weights during a step",
     ),
-    Row(
+    Rule(
         lambda c: c.found.origin.is_argument,
         "Other data: the differing input is an argument of the model's forward pass.",
         "compare the batches (sampler, seed of the data, order)",
     ),
-    Row(
+    Rule(
         lambda c: not c.writers and c.values[0].kind != c.values[1].kind,
         "Data of another dtype or shape: {c.values[0].kind} and {c.values[1].kind}.",
         "compare the batches, and dtype and shape of the tensors made from them",
     ),
-    Row(
+    Rule(
         lambda c: not c.writers and c.values[0].layout,
         f"{_UNKNOWN_SOURCE} The input is a strided view: an earlier output, written to by another thread, may also be "
         "its source.",
         _FIND_SOURCE,
     ),
-    Row(lambda c: not c.writers, _UNKNOWN_SOURCE, _FIND_SOURCE),
-    Row(
+    Rule(lambda c: not c.writers, _UNKNOWN_SOURCE, _FIND_SOURCE),
+    Rule(
         lambda c: len(c.writers) == 2,
         "Another tensor is passed: the output of {c.writers[0]} and of {c.writers[1]}.",
         "look at {c.here.code}",
     ),
-    Row(
+    Rule(
         always,
         "The input is the output of {c.writers[0]}. It has changed since {c.side_without_writer}, which no recorded "
         "operation did (a second thread, a stale pointer, memory), or it is another tensor, kept from an earlier step.",
@@ -336,43 +336,43 @@ _INPUT = (
 )
 
 _OUTPUT = (
-    Row(
+    Rule(
         lambda c: c.a.generator != c.b.generator and c.earlier_draw,
         "Random generator at another place: only one side drew random numbers before, in {c.earlier_draw.place}.",
         "look at the code that calls {c.earlier_draw.name} there",
     ),
-    Row(
+    Rule(
         lambda c: c.a.generator != c.b.generator,
         "Random generator at another place: another seed, or another number of draws before this step.",
         "compare the seeds, and the draws between the start and this step",
     ),
-    Row(
+    Rule(
         lambda c: c.a.settings != c.b.settings,
         "Other settings: the operation was called with other arguments.",
         "look at the arguments and the mode (train, eval) of {c.here.module}",
     ),
-    Row(
+    Rule(
         lambda c: [value.kind for value in c.a.outputs] != [value.kind for value in c.b.outputs],
         "Other dtype or shape of a result of equal inputs: autocast, a default dtype, or other code.",
         "compare autocast and the default dtype around {c.here.module}",
     ),
-    Row(
+    Rule(
         lambda c: [value.layout for value in c.a.inputs] != [value.layout for value in c.b.inputs],
         "Other kernel: the inputs have other strides, with which torch may take another kernel or add in another "
         "order.",
         "give {c.here.module} inputs of one memory format in both, with contiguous(), and diff again",
     ),
-    Row(
+    Rule(
         lambda c: c.kernel_facts,
         "Other kernel, or another order of its sums: {c.kernel_facts}.",
         "run both with equal values of these, and diff again",
     ),
-    Row(
+    Rule(
         lambda c: any(part in c.a.name for part in _UNORDERED),
         "A kernel that is not deterministic: {c.here.name} may add to an element from several threads, in any order.",
         f"torch.use_deterministic_algorithms(True), and diff again; {CROSS_CHECK}",
     ),
-    Row(
+    Rule(
         always,
         "The same kernel gave another result for the same bits: a kernel that is not deterministic, a faulty custom "
         "operation, memory or hardware.",
@@ -381,19 +381,19 @@ _OUTPUT = (
 )
 
 _FORM = (
-    Row(
+    Rule(
         lambda c: c.found.passed,
         "Another tensor with equal bits is passed: {c.passed} (a copy, or a tensor kept from an earlier step). Its "
         "gradient goes elsewhere, and later writes to the parameter do not reach a copy.",
         _COPIES,
     ),
-    Row(
+    Rule(
         lambda c: c.found.tensors_differ,
         "No operation has other values, and tensors of the step differ. Other {c.aspects} are the only recorded "
         "difference; a write that is no recorded operation is possible, too (a thread, compiled code).",
         "look at {c.here.code}, and at the code after backward()",
     ),
-    Row(
+    Rule(
         always,
         "No value differs. Other {c.aspects} may lead to another kernel on another machine.",
         "nothing to mend, as long as all bits agree",
@@ -401,41 +401,41 @@ _FORM = (
 )
 
 _SEQUENCE = (
-    Row(
+    Rule(
         lambda c: c.cast,
         "Other dtype: a cast to {c.dtype} only {c.cast.side} (autocast, or a cast in the code).{c.effect}",
         "compare autocast around the forward pass",
     ),
-    Row(
+    Rule(
         lambda c: c.compiled,
         "Compiled code only {c.compiled.side}: {c.compiled.place}. Kernels that torch.compile generates are no "
         "recorded operations, and may round otherwise.{c.effect}",
         "run both with torch.compile, or both without, and diff again",
     ),
-    Row(
+    Rule(
         lambda c: c.dropout,
         "Random numbers are drawn only {c.dropout.side} ({c.dropout.name}): dropout in training mode against eval "
         "mode, another probability, or other code.{c.effect}",
         _MODE.format("{c.dropout.module}"),
     ),
-    Row(
+    Rule(
         lambda c: c.normalisation,
         "The normalisation takes another form: training mode against eval mode.{c.effect}",
         _MODE.format("{c.normalisation.module}"),
     ),
-    Row(
+    Rule(
         lambda c: len(c.sides) == 2,
         "The sides run other operations here: other code or arguments, another mode (train, eval), or another version "
         "of torch.{c.effect}",
         "look at {c.suspects}",
     ),
-    Row(
+    Rule(
         lambda c: c.draw,
         "Operations only {c.side}, among them a random draw ({c.draw.name}): other code, a hook, or another path for "
         "other values.{c.effect}",
         "look at {c.suspects}",
     ),
-    Row(
+    Rule(
         always,
         "Operations only {c.side}: other code, a hook, or another path for other values.{c.effect}",
         "look at {c.suspects}",
@@ -443,7 +443,7 @@ _SEQUENCE = (
 )
 
 _ORDER = (
-    Row(
+    Rule(
         always,
         "Modules or functions are called in another order.{c.effect}",
         "look at the order of calls in the code around {c.modules}",
