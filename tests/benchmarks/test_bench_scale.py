@@ -99,14 +99,6 @@ def test_short_times_count_as_much_as_long_ones() -> None:
     assert _fit.fit_costs([[1.0], [1000.0]], [1.0, 1500.0]) == pytest.approx([15 / 13])
 
 
-def test_no_cost_is_below_zero() -> None:
-    # The line through these falls: with no cost below 0, a constant alone comes nearest.
-    found = _fit.fit_costs([[1.0, 1.0], [1.0, 2.0]], [3.0, 2.0], scales=[1.0, 1.0])
-
-    assert found == [pytest.approx(2.5), 0.0]
-    assert _fit.fit_costs([[1.0], [2.0]], [-1.0, -2.0], scales=[1.0, 1.0]) == [0.0]
-
-
 def test_what_ours_adds_is_recovered_from_runs_of_two_ranks() -> None:
     ring = _alpha_beta.Ring("true", 0.0, 2e-4, 1e-9)
     headers = _alpha_beta.Headers(message_seconds=2e-6, row_seconds=7e-6, per_host=8)

@@ -86,19 +86,6 @@ def test_a_way_that_leaves_work_out_is_not_timed_on_any_rank(name: str, count: i
     assert run_ranks(_check_wrong, 2, name) == [said] * 2
 
 
-def _check_same_data(rank: int) -> str:
-    workload = _workloads.Workload(
-        partial(nn.Linear, 3, 2), lambda count: [torch.ones(1, 3)] * count, _workloads.mean_square
-    )
-    return _exit_text(lambda: _parity.check_training({}, workload, 1, set_to_none=True))
-
-
-def test_data_on_which_nothing_can_be_told_is_refused() -> None:
-    said = "local compute alone: 2 of 2 tensors are as if synchronised; the data does not tell ways apart"
-
-    assert run_ranks(_check_same_data, 2) == [said] * 2
-
-
 def _check_calls(rank: int) -> list[str]:
     model = nn.Linear(3, 2)
 
@@ -114,25 +101,6 @@ def test_a_call_has_to_leave_the_mean_over_the_ranks() -> None:
     said = "it: got other values than expected in 2 of 2 tensors; not timed"
 
     assert run_ranks(_check_calls, 2) == [["passed", said]] * 2
-
-
-def test_nothing_that_is_not_a_number_counts_as_the_same() -> None:
-    nan, one = torch.tensor([float("nan"), 1.0]), torch.ones(2)
-
-    assert _parity.find_problem("it", [one], [one], unsynchronized=False) == ""
-    assert _parity.find_problem("it", [nan], [one], unsynchronized=False).startswith("it: got other values")
-    assert _parity.find_problem("it", [nan], [nan], unsynchronized=False).startswith("it: got other values")
-
-
-def _batches_of_all(rank: int) -> list[Any]:
-    return [torch.stack(_ways.own_batches(_small("dense"), 2, number=number)).sum().item() for number in (0, 1, 2, 0)]
-
-
-def test_ranks_and_steps_have_data_of_their_own_and_the_same_each_time() -> None:
-    sums = run_ranks(_batches_of_all, 2)
-
-    assert [own[0] for own in sums] == [own[3] for own in sums]
-    assert len({value for own in sums for value in own}) == 6
 
 
 def test_aims_are_those_of_a_model_of_its_micro_batches_and_of_two_ranks() -> None:

@@ -63,16 +63,6 @@ def test_a_range_goes_upwards_and_is_one_number_where_its_ends_are_written_alike
     assert told.splitlines()[2:] == ["| the fast one | 1.00 – 1.25 |", "| the slow one | 20.13 |"]  # noqa: RUF001
 
 
-def test_rows_of_one_table_may_come_from_several_files(folder: Path) -> None:
-    (folder / "other.json").write_text(json.dumps(RESULTS).replace("1.005", "9"))
-    rows = {name: {"way": "fast", "name": name} for name in ("some", "other")}
-
-    assert tables.render(_table(RATIO, file="{name}.json", rows=rows), folder).splitlines()[2:] == [
-        "| some | 1.00 |",
-        "| other | 9.00 |",
-    ]
-
-
 @pytest.mark.parametrize(
     "place,said",
     [
@@ -114,17 +104,6 @@ def test_markers_that_are_wrong_are_an_error(folder: Path, text: str, said: str)
         tables.fill(text, {"a": _table(RATIO)}, folder)
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_a_table_that_does_not_stand_in_one_place_is_an_error(tmp_path: Path, count: int) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("<!-- table: step -->\nold\n<!-- end -->\n" * count)
-
-    with pytest.raises(tables.TableError, match=f"table 'step' stands in {count} places, expected 1"):
-        tables.write([page], {"step": tables.TABLES["step"]})
-
-    assert page.read_text().count("old") == count
-
-
 def test_the_charts_are_those_of_the_results_and_stand_beside_their_tables() -> None:
     files = tables.chart_files()
     page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
@@ -136,28 +115,3 @@ def test_the_charts_are_those_of_the_results_and_stand_beside_their_tables() -> 
         image = f"../docs/static/charts/{name.replace(' ', '-')}-light.svg"
         assert re.search(rf"!\[[^]]+\]\({image}\)\n\n<!-- table: {name} -->", page)
     assert "](static/charts/header-growth-light.svg)" in (ROOT / "docs" / "multi-host.md").read_text(encoding="utf-8")
-
-
-def test_a_bar_of_a_chart_is_as_long_as_its_ratio_and_has_the_interval_of_the_median(tmp_path: Path) -> None:
-    # 1.57 (0.6 - 0.2) / sqrt(4) on both sides of 0.5
-    row = {"n": 4, "median_ms": 3.0, "median_ratio": 0.5, "ratio_quartiles": [0.2, 0.6]}
-    one = {"n": 4, "median_ms": 6.0, "median_ratio": 1.0, "ratio_quartiles": [1.0, 1.0]}
-    results = {"2 ranks": {"ours, off": row, "torch DDP": one, "neither": {**one, "median_ratio": 9.0}}}
-    (tmp_path / "some.json").write_text(json.dumps({"results": results}))
-    rows = {label: {"way": label} for label in results["2 ranks"]}
-    column = tables.Column("2 ranks", (("2 ranks", "{way}", "median_ratio"),))
-
-    groups = tables.chart_groups(tables.Table("some.json", "", [column], rows), tmp_path)
-    svg = tables.draw("times", groups, tables.MODES["light"])
-
-    assert [(group.kind, group.bars[0].text) for group in groups] == [
-        ("legacy_ddp", "0.50"),
-        ("torch DDP", "1.00"),
-        ("other", "9.00"),
-    ]
-    lengths = [float(width) for width in re.findall(r'width="([\d.]+)" height="11"', svg)[3:]]
-    full = lengths[2]  # cut at 2.5
-    assert lengths == [pytest.approx(full * ratio / 2.5, abs=0.2) for ratio in (0.5, 1.0, 2.5)]
-    assert svg.count(' z"') == 1  # the tip of the cut bar
-    ((low, high),) = re.findall(r'd="M([\d.]+) [\d.]+ H([\d.]+)"', svg)
-    assert float(high) - float(low) == pytest.approx(2 * 0.314 * full / 2.5, abs=0.2)
