@@ -50,9 +50,6 @@ def target_of(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | 
     """The plain module behind ``model``, a module, a wrapper or ``torch.compile(wrapper)``, and its group.
 
     The group is ``process_group``, else the group of the wrapper, else the default group.
-
-    Raises:
-        TypeError, ValueError: ``model`` is no module, or ``process_group`` is no group.
     """
     wrapper = internals.inside_of_compiled(model)
     if isinstance(wrapper, LegacyDistributedDataParallel):
@@ -62,11 +59,7 @@ def target_of(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | 
 
 
 def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """The optimizers as a list, empty for None.
-
-    Raises:
-        TypeError: an element is no optimizer.
-    """
+    """The optimizers as a list, empty for None."""
     if optimizer is None:
         return []
     found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
@@ -76,11 +69,7 @@ def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
 
 
 def as_folder(folder: str | os.PathLike[str]) -> Path:
-    """The path of a folder, with ``~`` expanded.
-
-    Raises:
-        TypeError, ValueError: no path, or ``~`` of an unknown user.
-    """
+    """The path of a folder, with ``~`` expanded."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise TypeError(f"folder is not usable: got {folder!r}, expected a path")
     if "\0" in str(folder):
@@ -101,23 +90,14 @@ def as_flag(argument: str, value: object) -> bool:
 
 
 def as_count(argument: str, value: object) -> int:
-    """A number of steps.
-
-    Raises:
-        ValueError: not a whole number from 1.
-    """
+    """A number of steps."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_STEP:
         raise ValueError(f"{argument} is not usable: got {value!r}, expected a whole number from 1 to {MAX_STEP:,}")
     return value
 
 
 def as_steps(argument: str, value: object) -> Collection[int]:
-    """Numbers of steps, as a range or a set.
-
-    Raises:
-        TypeError: no collection of whole numbers.
-        ValueError: a number below 1; an empty range, as of two ends in the wrong order.
-    """
+    """Numbers of steps, as a range or a set."""
     if isinstance(value, range) and not value:
         raise ValueError(
             f"{argument} holds no step: got {value!r}, expected a first step before the end, as range(40, 42); "

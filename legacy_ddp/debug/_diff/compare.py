@@ -75,9 +75,6 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     digests are parsed, and whole lines only in the first location. Two files are open at a time. Memory grows with the
     number of steps plus the number of ranks, and for different world sizes with the differences between the ranks of a
     run (see :func:`compare_ranks`).
-
-    Raises:
-        TraceError: a trace file cannot be read, or the runs are of different models.
     """
     return _result(_RunPairs(a, b).found())
 
@@ -88,9 +85,6 @@ def compare_ranks(run: Run) -> Comparison:
     Local gradients, inputs and buffers matching ``local_buffers`` belong to single ranks and are not compared. The
     verdict about a run of one rank is ``unknown``. Every file is read once, and again up to the first difference; two
     files are open at a time. Memory: 16 bytes per different rank for each step and phase with a difference.
-
-    Raises:
-        TraceError: a trace file cannot be read.
     """
     if run.world_size == 1:
         headline = "cannot tell: one rank only, and no other to compare it with; name two runs"

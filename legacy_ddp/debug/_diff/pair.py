@@ -259,11 +259,7 @@ def _grown_name(pair: Pair, step: int, phase: str) -> str:
 
 
 def check_same_model(pair: Pair, a: Path, b: Path) -> None:
-    """Compare names, dtypes and shapes of parameters in the first common step with recorded parameters.
-
-    Raises:
-        TraceError: the parameters differ; the text names the first few.
-    """
+    """Compare names, dtypes and shapes of parameters in the first common step with recorded parameters."""
     left, right = _kinds(pair, pair.a), _kinds(pair, pair.b)
     reshaped = [name for name, kind in left.items() if kind and kind != (right.get(name) or kind)]
     found = [

@@ -103,11 +103,7 @@ class OperationCapture:
             self.cancel()
 
     def start(self) -> None:
-        """Begin a new record.
-
-        Raises:
-            LegacyDDPError: already started.
-        """
+        """Begin a new record."""
         if self._is_running:
             raise LegacyDDPError("this capture of operations has started already, expected stop() before start()")
         self._observer, self._failure = self._make_observer(), None
@@ -121,12 +117,7 @@ class OperationCapture:
         self._observer.micro_batch += 1
 
     def stop(self) -> list[Operation]:
-        """End the record. Returns the operations, also in :attr:`operations`.
-
-        Raises:
-            LegacyDDPError: not started, or started in another thread; the capture ends nevertheless.
-            Exception: the first failure to record an operation.
-        """
+        """End the record, also where this raises the first failure to record an operation. Returns the operations."""
         if not self._is_running:
             raise LegacyDDPError("this capture of operations has not started, expected start() before stop()")
         self.cancel()
@@ -137,11 +128,7 @@ class OperationCapture:
         return self.operations
 
     def cancel(self) -> None:
-        """End without a record; may be called again.
-
-        Raises:
-            LegacyDDPError: as :meth:`stop`.
-        """
+        """End without a record; may be called again."""
         if not self._is_running:
             return
         self._is_running = False  # a mode that cannot be removed passes operations on

@@ -55,9 +55,6 @@ class RankTrace:
 
     Memory is 260 bytes per step, independent of the number of tensors, the logged values, and the declarations of
     operations.
-
-    Raises:
-        TraceError: the file cannot be read, or is no trace of this version.
     """
 
     def __init__(self, path: Path, until: int | None = None) -> None:
@@ -112,28 +109,16 @@ class RankTrace:
         return None if row is None else self._names[self._numbers[phase][row]][0]
 
     def section(self, step: int, phase: str) -> Section | None:
-        """The state in one phase of a step; None for a missing section.
-
-        Raises:
-            TraceError: the line cannot be read, or has contents that no recorder writes.
-        """
+        """The state in one phase of a step; None for a missing section."""
         names, values = self.names(step, phase), self._parsed(step, phase, Values.from_json)
         return None if names is None or values is None else Section(names, values)
 
     def call(self, step: int) -> CallFacts | None:
-        """The facts about the call of a step; None for a missing line.
-
-        Raises:
-            TraceError: as :meth:`section`.
-        """
+        """The facts about the call of a step; None for a missing line."""
         return self._parsed(step, "call", CallFacts.from_json)
 
     def operations(self, step: int) -> tuple[Operation, ...]:
-        """The operations of forward and backward of a step, in order; empty for a step without operations.
-
-        Raises:
-            TraceError: as :meth:`section`.
-        """
+        """The operations of forward and backward of a step, in order; empty for a step without operations."""
         found: list[Operation] = []
         for offset in self._operations.get(step, ()):
             read = partial(sequence_from_json, declared=self._declared, before=len(found))
@@ -241,11 +226,7 @@ class RankTrace:
 
 
 def open_trace(path: Path) -> BufferedReader:
-    """The file, opened for reading.
-
-    Raises:
-        TraceError: the file cannot be opened, or is a pipe.
-    """
+    """The file, opened for reading."""
     if path.is_fifo():  # opening it would wait for a writer
         raise TraceError(f"{path} is a pipe, expected a file; save its output to a file")
     try:
@@ -259,11 +240,7 @@ def unreadable(path: Path, error: OSError) -> str:
 
 
 def first_line(path: Path, file: BufferedReader) -> tuple[Environment, int]:
-    """The environment at the beginning of a file, and the length of the line in bytes.
-
-    Raises:
-        TraceError: the file begins with another line; the text names the file.
-    """
+    """The environment at the beginning of a file, and the length of the line in bytes."""
     try:
         beginning = file.peek(len(_FIRST))
     except OSError as error:
@@ -329,20 +306,12 @@ class Run:
         return tuple(self.folder / RANK_FILE.format(rank) for rank in range(self.world_size))
 
     def open(self, rank: int, until: int | None = None) -> RankTrace:
-        """Read the trace file of one rank, up to step ``until`` if given.
-
-        Raises:
-            TraceError: the file cannot be read.
-        """
+        """Read the trace file of one rank, up to step ``until`` if given."""
         return RankTrace(self.paths[rank], until)
 
 
 def open_run(folder: Path) -> Run:
-    """The run with its trace in ``folder``. Files of other names are ignored.
-
-    Raises:
-        TraceError: no folder, no trace in the folder, a missing rank, or files of two runs.
-    """
+    """The run with its trace in ``folder``. Files of other names are ignored."""
     found = _rank_files(folder)
     environments = {rank: _environment(path) for rank, path in sorted(found.items())}
     sizes = {environment.world_size for environment in environments.values()}

@@ -55,11 +55,7 @@ def encode(values: Mapping[str, Any], at: int) -> bytes:
 
 
 def parse(line: bytes, read: Callable[[dict[str, Any]], T]) -> T:
-    """What ``read`` makes of the JSON object of a line; ``line`` includes the newline.
-
-    Raises:
-        DamagedLineError: as :func:`split_checked`, or the line has contents that no recorder writes.
-    """
+    """What ``read`` makes of the JSON object of a line; ``line`` includes the newline."""
     split_checked(line)
     try:
         return read(json.loads(line))
@@ -71,9 +67,6 @@ def split_checked(line: bytes) -> tuple[bytes, int]:
     """The bytes of the line before its last two keys, and the line number.
 
     The checksum is that of all bytes before its own key: the contents and the line number.
-
-    Raises:
-        DamagedLineError: the line is torn, or the checksum does not match the bytes.
     """
     if not line.endswith(b"\n"):
         raise DamagedLineError("it is torn")
@@ -245,11 +238,7 @@ def end_to_json(step: int, reason: str) -> dict[str, Any]:
 
 
 def check_version(values: Mapping[str, Any]) -> None:
-    """Refuse a first line of another format or version.
-
-    Raises:
-        TraceError: the text has the version of the line.
-    """
+    """Refuse a first line of another format or version."""
     if values.get("line") != "environment" or values.get("format") != FORMAT:
         raise TraceError(f"is no trace: got a first line of another kind, expected one of format {FORMAT!r}")
     if values.get("version") not in READABLE_VERSIONS:

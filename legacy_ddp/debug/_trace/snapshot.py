@@ -45,9 +45,6 @@ def measure(values: Sequence[torch.Tensor | str | None]) -> list[Measured]:
     string stays as it is, without a norm; None stays None.
 
     The host waits once, and for each sparse tensor.
-
-    Raises:
-        TypeError: as :func:`legacy_ddp._replicas.digest.digest`.
     """
     found: list[Measured] = []
     reader = devices.Reader()

@@ -108,11 +108,7 @@ class Summary:
 
 
 def summarise(run: Run) -> Summary:
-    """The summary of a run. Scans the files one at a time.
-
-    Raises:
-        TraceError: the trace cannot be read.
-    """
+    """The summary of a run. Scans the files one at a time."""
     found = _Findings()
     for rank in range(run.world_size):
         with run.open(rank) as trace:

@@ -109,11 +109,7 @@ def sequence_from_json(values: Mapping[str, Any], declared: Sequence[Declaration
 
 
 class Writer:
-    """The file of one rank, from the environment line on. Overwrites nothing.
-
-    Raises:
-        TraceError: the folder cannot be made or written, or holds a trace of this rank.
-    """
+    """The file of one rank, from the environment line on. Overwrites nothing."""
 
     def __init__(self, folder: Path, environment: Environment) -> None:
         self.path = folder / RANK_FILE.format(environment.rank)
@@ -169,11 +165,7 @@ class Writer:
             self._add(sequence_to_json(step, micro_batch, numbers, "".join(map(digests_of, found))))
 
     def log_now(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write values of this rank alone, and all lines before.
-
-        Raises:
-            OSError: as :meth:`flush`.
-        """
+        """Write values of this rank alone, and all lines before."""
         self._add(log_to_json(step, values))
         self.flush()
 
@@ -196,11 +188,7 @@ class Writer:
         self._is_whole = True
 
     def close(self, step: int, reason: str) -> None:
-        """Write the end line and close the file.
-
-        Raises:
-            OSError: as :meth:`flush`; the file is closed nevertheless.
-        """
+        """Write the end line and close the file, also if the line cannot be written."""
         try:
             self._add(end_to_json(step, reason))
             self.flush()
