@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from legacy_ddp.debug._cross_check import verdict as of_cross_check
-from legacy_ddp.debug._operations import explain as of_operations
+from legacy_ddp.debug._operations import meaning as of_operations
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import details, place, summary
 from legacy_ddp.debug._operations.meaning import Explanation, explain
