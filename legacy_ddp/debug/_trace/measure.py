@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._replicas.digest import begin_digests
 from legacy_ddp._torch import device as devices
+from legacy_ddp.debug._operations.digest import begin_digests
 
 Measured = tuple[str | None, float | None, int]
 _Norm = tuple[float | None, int]  # of the finite elements, and the number of the others
@@ -36,7 +36,7 @@ def measure(values: Sequence[torch.Tensor | str | None]) -> list[Measured]:
     The host waits once, and for each sparse tensor.
 
     Raises:
-        TypeError: as :func:`legacy_ddp._replicas.digest.digest`.
+        TypeError: as :func:`legacy_ddp.debug.digest`.
     """
     found: list[Measured] = []
     reader = devices.Reader()
