@@ -18,7 +18,7 @@ from torch import nn
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import Named, check_dense, distinct, fingerprint
 from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
-from legacy_ddp._replicas.element_kinds import format_element
+from legacy_ddp._replicas.element_compare import format_element
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import list_some
 from legacy_ddp._torch import device as devices
