@@ -24,9 +24,8 @@ from legacy_ddp._collectives.late_rows import Ring, Row
 from legacy_ddp._log import warn
 from legacy_ddp._replicas.compare import divergence_error
 from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
-from legacy_ddp._replicas.late_rotation import LateRotatingDigests, Reading, devices_of, find_failure
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
+from legacy_ddp._replicas.rotation import PeriodicDigests, Reading, RotatingDigests, devices_of, find_failure
 from legacy_ddp._text import error_line, list_some
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
@@ -95,16 +94,19 @@ class Replicas(Check):
 
     def __init__(self, subject: Subject) -> None:
         settings, planner, wrapper = subject.settings, subject.planner, subject.wrapper
-        checks, policy = settings.checks, planner.counter.policy
+        checks = settings.checks
         self.digests: ReplicaDigests | None = None
         self._failure = ""  # of the trial of a device, until it is told
-        if checks.compares_replicas and wrapper is not None:
-            self.digests = (StepHistory if checks.every == 1 else PeriodicDigests)(wrapper, settings, policy)
+        self._late: RotatingDigests | None = None  # ``digests``, if the devices tell them some calls later
+        if checks.compares_replicas and wrapper is not None and checks.every == 1:
+            self.digests = StepHistory(wrapper, settings, planner.counter.policy)
+        elif checks.compares_replicas and wrapper is not None:
+            self.digests = PeriodicDigests(wrapper, settings, planner)
         elif checks.rotates_digests and wrapper is not None:
             module: Any = wrapper.module
-            rotating = LateRotatingDigests if devices_of(module) else RotatingDigests
             self._failure = find_failure(module)
-            self.digests = None if self._failure else rotating(wrapper, settings, planner)
+            self.digests = rotating = None if self._failure else RotatingDigests(wrapper, settings, planner)
+            self._late = rotating if devices_of(module) else None
         self.is_on = self.digests is not None or self._failure != ""
         self._has_listed = False  # the tensors that are not compared
         self._wrapper = subject.wrapper_reference
@@ -113,8 +115,8 @@ class Replicas(Check):
     def facts(self, step: LocalStep) -> None:
         if self._failure:
             self._close(step.call, self._failure)
-        elif isinstance(self.digests, LateRotatingDigests):
-            self._begin_row(step, self.digests)
+        elif self._late is not None:
+            self._begin_row(step, self._late)
         elif self.digests is not None and (digest := self.digests.digest_of(step.call)) is not None:
             step.header.replica = digest
             step.header.flags |= Flag.SIGNED
@@ -130,8 +132,8 @@ class Replicas(Check):
             return None
         # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
         digests.buffers.has_run |= step.header.micro_batches > 0
-        if isinstance(digests, LateRotatingDigests):
-            report = self._compare_row(call, digests, agreement)
+        if self._late is not None:
+            report = self._compare_row(call, self._late, agreement)
         else:
             report = self._compare_digests(call, digests, agreement)
         if report is None:
@@ -185,7 +187,7 @@ class Replicas(Check):
         compared = {rank: digest for rank, digest in enumerate(agreement.column("replica")) if rank not in left}
         return digests.compare(call, left, compared)
 
-    def _begin_row(self, step: LocalStep, digests: LateRotatingDigests) -> None:
+    def _begin_row(self, step: LocalStep, digests: RotatingDigests) -> None:
         """Let the devices begin the digest of this call. The host does not wait."""
         call = step.call
         ring = self._rings.get(call.groups)
@@ -206,14 +208,14 @@ class Replicas(Check):
 
     def _close(self, call: Call, reason: str) -> None:
         """Compare no replicas any more: without a digest of this rank no rank does."""
-        self.digests, self.is_on, self._failure = None, False, ""
+        self.digests, self._late, self.is_on, self._failure = None, None, False, ""
         text = (
             f"{call}: replicas on this device cannot be digested ({reason}); not tried again, and not compared on any "
             'rank; see Checks("detail", every=N)'
         )
         warn(call.groups.rank, text, self.section)
 
-    def _compare_row(self, call: Call, digests: LateRotatingDigests, agreement: Agreement) -> ReplicaReport | None:
+    def _compare_row(self, call: Call, digests: RotatingDigests, agreement: Agreement) -> ReplicaReport | None:
         """Compare the digests of an earlier call, if its row is the next, and every rank has a digest."""
         found = self._rings[call.groups].go_on(agreement.column("generators"))
         if found is None or not all(found[1]):

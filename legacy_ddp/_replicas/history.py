@@ -17,7 +17,7 @@ from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import StepDigests
 from legacy_ddp._replicas.compare import add_moved, compare_items
-from legacy_ddp._replicas.digest import Begun, begin_checksum, begin_lists, digest_all, is_digestible
+from legacy_ddp._replicas.digest import Begun, begin_digest, digest_all, is_digestible
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests, parameter_groups
 from legacy_ddp._settings import Settings
@@ -134,11 +134,10 @@ class StateHistory:
         return self._was_changed, any(after.value != now.value for after, now in pairs)
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> Later:
-        """The checksum of the state."""
         values = [value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values()]
         # A subclass may not have bytes of its own and is not checked.
         plain = [value for value in values if type(value) is torch.Tensor and comparable(value) is value]
-        return begin(self._reader, begin_checksum(plain))
+        return begin(self._reader, begin_digest(plain))
 
 
 _UNKNOWN = Later()
@@ -417,8 +416,7 @@ class StepHistory(ReplicaDigests):
 
     def _digest_later(self, tensors: Sequence[torch.Tensor | None]) -> Later:
         """:func:`digest_all` of the present tensors."""
-        vectors, finish = begin_lists([tensors])
-        return begin(self._reader, (vectors, lambda numbers: finish(numbers)[0]))
+        return begin(self._reader, begin_digest(tensors))
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The parameters of the wrapper that the optimizer holds, sorted by name."""

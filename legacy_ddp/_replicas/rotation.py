@@ -1,12 +1,13 @@
 """Digests of a part of the replica in every call, in turn, or of the whole replica in every Nth call.
 
 The first is the check of level ``info``, which compares the whole replica in 16 calls. The second is the check of
-``Checks("detail", every=N)``.
+``Checks("detail", every=N)``. A device computes the digests of its tensors without a wait of the host.
 """
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -16,16 +17,15 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._buckets.plan import Planner
-from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import AT_START, name_digest
-from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, equal_groups
-from legacy_ddp._replicas.digest import add_memory, has_memory
+from legacy_ddp._replicas.compare import LARGE_BYTES, LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, equal_groups
+from legacy_ddp._replicas.digest import add_memory, as_bytes, begin_sums, is_digestible
 from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import gather_digests
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.policy import StepPolicy
-from legacy_ddp._text import list_some
+from legacy_ddp._text import error_line, list_some
+from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
 
@@ -52,13 +52,13 @@ class Piece(NamedTuple):
     stop: int
 
 
-def divide(sizes: Sequence[int]) -> list[list[Piece]]:
-    """At most ``MAX_PARTS`` parts, which together cover every byte of tensors with these ``sizes`` once.
+def divide(sizes: Sequence[int], max_parts: int = MAX_PARTS) -> list[list[Piece]]:
+    """At most ``max_parts`` parts, which together cover every byte of tensors with these ``sizes`` once.
 
     A large tensor is cut into pieces, at multiples of 64 bytes. Depends on the sizes alone: equal on all ranks.
     """
     total = sum(size + TENSOR_COST for size in sizes)
-    count = max(1, min(MAX_PARTS, total // SMALLEST_PART))
+    count = max(1, min(max_parts, total // SMALLEST_PART))
     # The size of a part, with room for the cost of its two cuts.
     share = total // count + 2 * TENSOR_COST + _ALIGNMENT
     parts: dict[int, list[Piece]] = {}
@@ -168,24 +168,55 @@ class _GroupMemory:
     pause_end: int = 0
 
 
+class Reading(NamedTuple):
+    """What the host knows at once of the part for a call: everything but the sums of its bytes on devices.
+
+    ``generation``: of the digests, as the part was read. ``place``: the turn, the number of parts, and the bytes of the
+    part. ``checksum``: of the bytes on the CPU.
+    """
+
+    generation: int
+    place: tuple[int, ...]
+    checksum: int
+
+    def digest(self, sums: Sequence[int]) -> int:
+        """The digest of the part, from the sums of the devices."""
+        return fingerprint(repr((self.place, self.checksum, *sums)).encode())
+
+
 class RotatingDigests(ReplicaDigests):
     """Digests a part of the parameters and shared buffers for every call, and compares everything after a difference.
 
-    Without a forward since the last call, the call takes the digest. Tensors on other devices than the CPU are left
-    out; ``late_rotation`` has the subclass for them. ``generation``: rises as soon as earlier digests say nothing about
-    later calls.
+    Without a forward since the last call, the call takes the digest. ``generation``: rises as soon as earlier digests
+    say nothing about later calls.
     """
+
+    max_parts = MAX_PARTS
 
     def __init__(self, wrapper: nn.Module, settings: Settings, planner: Planner) -> None:
         super().__init__(wrapper, settings, planner.counter.policy)
         self.generation = 0
         self._planner = planner
-        self._of_parameters = 0  # the checksum of the parameters in the last digest
+        self._warns = settings.checks.divergence == "warn" and not settings.checks.compares_replicas
+        # Of the part that was read last: its bytes, the checksum of its parameters, and the sums of parameters and
+        # buffers on devices.
+        self._size_bytes = self._of_parameters = 0
+        self._sums: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self._division = _Division()
         self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
 
     def digest_of(self, call: Call) -> int | None:
-        return self._digest_for(call)
+        reading, vectors = self.begin(call)
+        if not vectors:
+            return reading.checksum
+        return reading.digest([number for numbers in devices.read_vectors(vectors) for number in numbers])
+
+    def begin(self, call: Call) -> tuple[Reading, list[torch.Tensor]]:
+        """The digest of the part for ``call``: what is known, and the sums that the devices will tell."""
+        checksum = self._digest_for(call)
+        count = len(self._division.parts)
+        place = (call.number % count, count, self._size_bytes)
+        return Reading(self.generation, place, checksum), [*chain(*self._sums)]
 
     def _digest_for(self, call: Call) -> int:
         with call.phase("digest"):  # in every call, so that records have the same phases
@@ -215,27 +246,33 @@ class RotatingDigests(ReplicaDigests):
     ) -> ReplicaReport | None:
         """As :meth:`compare`, for digests of the call ``number``, which ``call`` or an earlier call has taken."""
         memory, sides = self._memories.setdefault(call.groups, _GroupMemory()), equal_groups(digests)
-        warns = self._settings.checks.divergence == "warn"
         if len(sides) <= 1:
             self._note_agreement(call.groups, number)
             return None
-        streak = memory.streak if memory.streak is not None and number <= memory.streak.end else None
-        # A pause is not prolonged: the digest that began it was of a moment that has passed, and a real difference may
-        # follow.
-        is_known = number <= memory.pause_end or (streak and streak.is_known(number, sides))
-        if warns and is_known:
+        streak = memory.streak if self._warns and memory.streak and number <= memory.streak.end else None
+        # Do not extend the pause: it began with an old digest, and a real difference may follow.
+        if self._warns and (number <= memory.pause_end or (streak and streak.is_known(number, sides))):
             return None
         with call.phase("compare"):
-            if self.buffers.learn(call, self._module, left_out):
-                self.generation += 1
-                return None  # any other difference of this part shows again in the next rotation
+            has_learned = self.buffers.learn(call, self._module, left_out)
+        self.generation += has_learned
+        if has_learned and (self._warns or number != call.number):
+            return None  # any other difference of this part shows again in the next rotation
         moved = ranks_where(call, self._have_parameters_moved(call.number))
+        if has_learned:
+            if moved:
+                return None
+            digests = gather_digests(call, self.digest_of(call) or 0, left_out)
+            sides = equal_groups(digests)
+            if len(sides) <= 1:
+                self._note_agreement(call.groups, number)
+                return None
         streak = streak or _Streak(number)
         report = compare_items(
             call,
             self._items(with_groups=True),
             None,
-            largest_bytes=LARGE_BYTES_BY_DEFAULT,
+            largest_bytes=LARGE_BYTES_BY_DEFAULT if self._warns else LARGE_BYTES,
             left_out=left_out,
             told=streak.told,
         )
@@ -251,7 +288,7 @@ class RotatingDigests(ReplicaDigests):
             differing = differing._replace(sides=[(turn, sides)])
             found = [(f"part {turn + 1} of {differing.part_count} of the parameters and buffers", str(sides))]
         new = streak.look(number, sides, found, differing)
-        if not new and warns:
+        if not new:
             return None
         last = max((differing.agreed[turn] for turn, _ in differing.sides), default=0)
         report = with_evidence(call, report, last, number)
@@ -264,6 +301,11 @@ class RotatingDigests(ReplicaDigests):
         super().restart()
         self.generation += 1
 
+    def unread(self) -> list[str]:
+        items = self.buffers.items(self._module)
+        sparse = [item.name for item in items if isinstance(item.value, torch.Tensor) and not _can_read(item.value)]
+        return [*super().unread(), *sparse]
+
     @property
     def _is_divided(self) -> bool:
         """Whether the parts belong to the present parameters."""
@@ -272,7 +314,7 @@ class RotatingDigests(ReplicaDigests):
 
     def _digest(self, number: int) -> int:
         # New modules and tensors are looked for at the start of a rotation.
-        has_new = number % MAX_PARTS == 0 and _tensors_of(self._module) != self._division.found
+        has_new = number % self.max_parts == 0 and _tensors_of(self._module) != self._division.found
         digest = self._read(number) if self._is_divided and not has_new else None
         if digest is None:
             self._find_parts()
@@ -280,36 +322,45 @@ class RotatingDigests(ReplicaDigests):
         return digest
 
     def _read(self, number: int) -> int | None:
-        """The checksum of the part for call ``number``; None after a change of a size."""
-        checksum = self._of_parameters = 0
+        """The checksum on the CPU of the part for call ``number``; None after a change of a size. Begins the sums."""
+        checksum = size_bytes = of_parameters = 0
+        away: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # bytes of parameters and buffers on devices
         _, _, places, parameter_count, parts = self._division
         for index, start, stop in parts[number % len(parts)]:
-            name, owner, key, size_bytes = places[index]
+            name, owner, key, place_bytes = places[index]
             if name in self.buffers.statistics:
                 continue
             tensor = owner.get(key)
-            if tensor is None or tensor.nbytes != size_bytes:
+            if tensor is None or tensor.nbytes != place_bytes:
                 return None
-            checksum = self._add(checksum, index, tensor, start, stop)
-            if index < parameter_count:
-                self._of_parameters = checksum
+            size_bytes += stop - start
+            if tensor.device.type == "cpu":
+                checksum = add_memory(checksum, tensor, start, stop)
+                of_parameters = checksum if index < parameter_count else of_parameters
+                continue
+            if not any(away) and devices.is_capturing():
+                raise RuntimeError("a graph is captured")  # in a forward: the call reads the part
+            tensor.data_ptr()  # an error for a tensor without memory, of a function transform
+            away[index >= parameter_count].append(as_bytes(tensor)[start:stop])
+        sums = (begin_sums(away[0]), begin_sums(away[1])) if any(away) else ([], [])
+        if any(map(internals.has_own_dispatch, chain(*sums))):
+            raise TypeError("the tensors have no memory")
+        self._size_bytes, self._of_parameters, self._sums = size_bytes, of_parameters, sums
         return checksum
-
-    def _add(self, checksum: int, _: int, tensor: torch.Tensor, start: int, stop: int) -> int:
-        """``checksum`` continued with the bytes of a piece."""
-        return add_memory(checksum, tensor, start, stop)
 
     def _have_parameters_moved(self, number: int) -> bool:
         """Whether the parameters of the part for the present call have changed since their digest."""
-        before = self._of_parameters
-        return self._read(number) is not None and self._of_parameters != before
+        before, sums = self._of_parameters, self._sums[0]
+        if self._read(number) is None:
+            return False
+        read = devices.read_vectors([*sums, *self._sums[0]])
+        return self._of_parameters != before or read[: len(sums)] != read[len(sums) :]
 
     def _digest_all_parts(self) -> list[int]:
         """The digest of each part, as it is now."""
-        return [self._read(turn) or 0 for turn in range(len(self._division.parts))]
-
-    def _can_read(self, tensor: torch.Tensor) -> bool:
-        return has_memory(tensor)
+        readings = [(self._read(turn) or 0, [*chain(*self._sums)]) for turn in range(len(self._division.parts))]
+        read = iter(devices.read_vectors([vector for _, vectors in readings for vector in vectors]))
+        return [fingerprint(repr((checksum, [next(read) for _ in vectors])).encode()) for checksum, vectors in readings]
 
     def _find_parts(self) -> None:
         """Find the tensors of the replica, and divide them."""
@@ -318,7 +369,7 @@ class RotatingDigests(ReplicaDigests):
         owners, statistics = _owners(module), internals.statistics_names(module)
         # Also buffers found to be statistics, which are not read: without them the parts would be others.
         buffers = sorted(self.buffers.saved(module), key=lambda item: item.name in statistics)
-        found = [item for item in (*parameters, *buffers) if self._can_read(item.tensor)]
+        found = [item for item in (*parameters, *buffers) if _can_read(item.tensor)]
         places = [
             # A module may show tensors under names of its own choice, or tensors of no module.
             _Place(item.name, *owners.get(id(item.tensor), ({item.name: item.tensor}, item.name)), item.tensor.nbytes)
@@ -326,7 +377,7 @@ class RotatingDigests(ReplicaDigests):
         ]
         # Tensors of no module cannot be looked for.
         tensors = _tensors_of(module) if all(id(item.tensor) in owners for item in parameters) else []
-        parts = divide([item.tensor.nbytes for item in found if item.name not in statistics])
+        parts = divide([item.tensor.nbytes for item in found if item.name not in statistics], self.max_parts)
         # On top, so that no part consists of statistics alone, which are mostly not read.
         for index, place in enumerate(places):
             if place.name in statistics and place.size_bytes:
@@ -336,7 +387,7 @@ class RotatingDigests(ReplicaDigests):
             for memory in self._memories.values():
                 memory.agreed.clear()
         self.ids = frozenset(id(item.tensor) for item in parameters)
-        parameter_count = sum(self._can_read(item.tensor) for item in parameters)
+        parameter_count = sum(_can_read(item.tensor) for item in parameters)
         self._division = _Division(self._planner.layout, tensors, places, parameter_count, parts)
 
     def _find_differing(self, call: Call, left_out: Collection[int]) -> _Differing:
@@ -354,6 +405,55 @@ class RotatingDigests(ReplicaDigests):
         *agreed_in_all, part_count = compared[:, 1].amin(dim=0).tolist()
         differing = [(turn, of_part) for turn, of_part in enumerate(sides[:-1]) if len(of_part) > 1]
         return _Differing(differing, agreed_in_all, part_count)
+
+
+class PeriodicDigests(RotatingDigests):
+    """As the base class, with a single part, for call 1, N + 1, 2 N + 1, ..., and nothing for the calls between."""
+
+    max_parts = 1
+
+    def digest_of(self, call: Call) -> int | None:
+        if self._is_due(call.number):
+            return super().digest_of(call)
+        self.forget_failed_step()
+        self._taken, self._next_call = None, call.number + 1
+        return None
+
+    def end_call(self, call: Call, /) -> None:
+        if self._is_due(call.number):
+            super().end_call(call)
+
+    def _is_due(self, number: int, /) -> bool:
+        return (number - 1) % self._settings.checks.every == 0
+
+
+def _can_read(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and not internals.has_own_dispatch(tensor)
+    return is_plain and is_digestible(tensor)
+
+
+def devices_of(module: object) -> list[torch.device]:
+    """The devices of the parameters and buffers, but the CPU."""
+    if not isinstance(module, nn.Module):  # the construction refuses it later, on all ranks
+        return []
+    return devices.devices_of([*module.parameters(), *module.buffers()])
+
+
+def find_failure(module: object) -> str:
+    """Why a device of the module cannot digest, after a trial of each; empty if all can. The host waits."""
+    return next(filter(None, map(_try, devices_of(module))), "")
+
+
+def _try(device: torch.device) -> str:
+    """Sum bytes on the device. The reason if it cannot, or if the sum is not that of the CPU."""
+    data = torch.arange(100, dtype=torch.uint8, device="cpu")
+    try:
+        (found,), (expected,) = begin_sums([data.to(device)]), begin_sums([data])
+        if found.tolist() != expected.tolist():
+            return f"{device} computes other sums of integers than the CPU"
+    except (RuntimeError, TypeError) as error:  # a backend without one of the operations
+        return error_line(error)
+    return ""
 
 
 def with_evidence(call: Call, report: ReplicaReport, last: int, number: int) -> ReplicaReport:
@@ -400,67 +500,3 @@ def _dictionaries(module: nn.Module) -> Iterator[Mapping[str, torch.Tensor | Non
         for owner in (child._parameters, child._buffers):
             if isinstance(owner, dict):  # not of a scripted module, which has no dictionaries
                 yield owner
-
-
-class PeriodicDigests(ReplicaDigests):
-    """Digests parameters and shared buffers for call 1, N + 1, 2 N + 1, ..., and nothing for the calls between.
-
-    As in every call at level ``"detail"``, parameters are digested in the first training forward since the last call.
-    """
-
-    def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
-        super().__init__(wrapper, settings, policy)
-        self._of_parameters = 0  # the part of the last digest
-        self._agreed: weakref.WeakKeyDictionary[Groups, int] = weakref.WeakKeyDictionary()  # the last call that agreed
-
-    def digest_of(self, call: Call) -> int | None:
-        self.forget_failed_step()
-        if not self._is_due(call.number):
-            return None
-        with call.phase("digest"):
-            self.ids = frozenset(map(id, self._module.parameters()))
-            if self._taken is None or self._taken[0] != call.number:
-                self._taken = call.number, self._digest(call.number)
-            return self._taken[1]
-
-    def note_agreement(self, call: Call) -> None:
-        self._agreed[call.groups] = call.number
-
-    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        last = self._agreed.get(call.groups, 0)
-        if len(set(digests.values())) <= 1:
-            self.note_agreement(call)
-            return None
-        self._taken = None
-        with call.phase("compare"):
-            if self.buffers.learn(call, self._module, left_out):
-                digests = gather_digests(call, self._join_digests(), left_out)
-        if len(set(digests.values())) <= 1:
-            self.note_agreement(call)
-            return None
-        moved = ranks_where(call, self._digest_parameters() != self._of_parameters)
-        report = compare_items(call, self._items(with_groups=True), None, left_out=left_out)
-        # Optimizers may differ by design (sharded state); a digest may belong to a moment that has passed.
-        if not any(item.kind in _KINDS for item in report.differences):
-            return None
-        return add_moved(with_evidence(call, report, last, call.number), moved, digests)
-
-    def end_call(self, call: Call, /) -> None:
-        self._taken, self._next_call = None, call.number + 1
-        if self._is_due(call.number):
-            self.optimizers.clear()
-
-    def _is_due(self, number: int, /) -> bool:
-        return (number - 1) % self._settings.checks.every == 0
-
-    @torch.no_grad()
-    def _digest(self, _: int) -> int:
-        self._of_parameters = self._digest_parameters()
-        return self._join_digests()
-
-    def _join_digests(self) -> int:
-        """One digest of the parameters, as of their last digest, and of the present buffers."""
-        return fingerprint(f"{self._of_parameters} {state.digest_items(self.buffers.items(self._module))}".encode())
-
-    def _digest_parameters(self) -> int:
-        return state.digest_items(state.parameters(self._module, self._settings.ignore))

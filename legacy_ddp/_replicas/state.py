@@ -18,7 +18,7 @@ from torch import nn
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import Named, check_dense, distinct, fingerprint
 from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
-from legacy_ddp._replicas.element_kinds import format_element
+from legacy_ddp._replicas.element_compare import format_element
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import list_some
 from legacy_ddp._torch import device as devices
@@ -156,17 +156,16 @@ def describe_items(items: Sequence[StateItem]) -> dict[str, str]:
 
 def digest_generators(module: nn.Module) -> int:
     """A digest of the random generators of this process: of torch, of Python, and the global one of NumPy."""
-    states: list[object] = [digest_torch_generators(module), random.getstate()]
+    states: list[object] = [digest_all(torch_generators(module)), random.getstate()]
     if numpy := sys.modules.get("numpy"):
         _, key, *rest = numpy.random.get_state()
         states.append((key.tobytes(), rest))
     return fingerprint(repr(states).encode())
 
 
-def digest_torch_generators(module: nn.Module) -> int:
-    """A digest of torch's generators, of the CPU and of the devices of ``module``. Dropout uses these generators."""
-    states = [torch.get_rng_state(), *map(devices.generator_state, devices.devices_of(module.parameters()))]
-    return fingerprint(repr(digest_each(states)).encode())
+def torch_generators(module: nn.Module) -> list[torch.Tensor]:
+    """The states of torch's generators, of the CPU and of the devices of ``module``. Dropout uses these generators."""
+    return [torch.get_rng_state(), *map(devices.generator_state, devices.devices_of(module.parameters()))]
 
 
 def _items_of(

@@ -9,12 +9,12 @@ from legacy_ddp._errors import lazy_names
 
 # These modules import torch, which the command does not need.
 if TYPE_CHECKING:
-    from legacy_ddp._replicas.digest import digest
     from legacy_ddp._replicas.element_compare import ElementDifference
     from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
     from legacy_ddp.debug._check_replicas import check_replicas
     from legacy_ddp.debug._cross import CrossCheck, cross_check
     from legacy_ddp.debug._cross_check.verdict import CrossCheckReport
+    from legacy_ddp.debug._operations.digest import digest
     from legacy_ddp.debug._recorder import Recorder
 else:
     __getattr__ = lazy_names(
@@ -28,7 +28,7 @@ else:
             "ReplicaReport": "legacy_ddp._replicas.report",
             "check_replicas": "legacy_ddp.debug._check_replicas",
             "cross_check": "legacy_ddp.debug._cross",
-            "digest": "legacy_ddp._replicas.digest",
+            "digest": "legacy_ddp.debug._operations.digest",
         },
     )
 

@@ -259,7 +259,7 @@ class Recorder:
         self._operations.begin(self._step + 1)
 
     def _measure_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
-        self._generators = f"{hold.digest_torch_generators(self._target.module) % 2**64:016x}"
+        self._generators = snapshot.digest_generators(self._target.module)
         self._local = []
         snapshot.gradients("local_gradients", hold.gradients(grads), self._reader, self._local.extend)
 

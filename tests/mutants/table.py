@@ -328,8 +328,8 @@ COLLECTIVES = (
     ),
     Mutant(
         "the last words of a late digest are not mixed",
-        "_advance(state, [words, zero, zero])",
-        "_advance(state, [words])",
+        "advance(state, [words, zero, zero])",
+        "advance(state, [words])",
         "tests/replicas/test_late_digests.py -k joined_bytes",
     ),
     Mutant(

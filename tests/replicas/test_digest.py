@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from legacy_ddp._replicas.digest import add_memory, digest, digest_all, digest_each, has_memory
+from legacy_ddp._replicas import digest as digests
+from legacy_ddp._replicas.digest import add_memory, begin_digest, digest_all, has_memory
 from legacy_ddp._replicas.rotation import MAX_PARTS, SMALLEST_PART, TENSOR_COST, divide
+from legacy_ddp.debug._operations.digest import digest, digest_each
 
 # A digest changes with any bit and any order of the bits, and with nothing else
 
@@ -40,8 +42,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _contents(tensor: torch.Tensor) -> bytes:
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-    return bytes(plain.view(-1).view(torch.uint8).tolist())
+    return bytes(_plain(tensor).view(-1).view(torch.uint8).tolist())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _digests(tensor: torch.Tensor) -> tuple[int, int]:
@@ -203,7 +208,7 @@ def test_any_dtype_is_its_bytes(numel: int, dtype: torch.dtype) -> None:
 )
 def test_how_bits_are_stored_does_not_matter(made: Callable[[], torch.Tensor]) -> None:
     tensor = made()
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    plain = _plain(tensor)
 
     assert digest(tensor) == digest(plain) == _reference(_contents(tensor.detach()))
     assert digest_all([tensor, tensor]) == digest_all([plain, plain])
@@ -243,7 +248,9 @@ def test_a_gpu_says_the_same(numel: int) -> None:
     both = [tensor, tensor.cuda(), tensor.cuda()[1:], tensor[1:]]
 
     assert digest_each(both)[0::3] == digest_each(both)[1:3]
-    assert digest_all([tensor, None, tensor]) == digest_all([tensor.cuda(), None, tensor.cuda()])
+    of_gpu = tensor.cuda()
+    strided = torch.stack([of_gpu, of_gpu], dim=1)[:, 0]
+    assert digest_all([of_gpu, None, of_gpu]) == digest_all([strided, None, strided])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -333,19 +340,7 @@ def test_digest_all_is_equal_if_all_tensors_are(lists: list[list[int] | None], d
 
 
 def test_a_change_in_any_of_many_tensors_is_seen() -> None:
-    sizes = [
-        3,
-        0,
-        70_000,
-        200_000,
-        5,
-        130_000,
-        131_073,
-        *[131_072] * 10,
-        1,
-        131_072,
-        2,
-    ]  # two are too large to join, the others take two copies
+    sizes = [3, 0, 70_000, 1024, 5, 1025, *[7] * 10, 1, 1024, 2]  # of at most 1024 elements they are joined
     tensors = [torch.zeros(size) for size in sizes]
     seen = {digest_all(tensors)}
     for tensor in filter(len, tensors):
@@ -368,6 +363,33 @@ def test_tensors_of_two_dtypes_and_large_tensors_swapped_are_seen() -> None:
 
     assert digest_all([single, double, single]) != digest_all([single, single, double])
     assert digest_all([first, second]) != digest_all([second, first])
+
+
+@given(st.lists(st.tuples(st.integers(0, 40) | st.integers(4090, 4100), st.sampled_from(sorted(FORMS))), max_size=40))
+def test_a_digest_of_any_tensors_is_that_of_their_copies(drawn: list[tuple[int, str]]) -> None:
+    tensors = [form for count, name in drawn if (form := FORMS[name](_random_bytes(count))) is not None]
+    copies = [tensor.detach() if tensor.is_sparse else _plain(tensor) for tensor in tensors]
+
+    assert digest_all(tensors) == digest_all(copies)
+    assert digests.digest_each(tensors) == [digest_all([copy]) for copy in copies]
+
+
+def test_small_tensors_are_joined_in_several_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "MAX_JOINED", 3)
+    tensors = [torch.zeros(2) for _ in range(7)]
+    seen = {digest_all(tensors)}
+    for tensor in tensors:
+        tensor[0] += 1
+        seen.add(digest_all(tensors))
+
+    assert len(seen) == 8
+
+
+def test_tensors_of_the_cpu_need_no_vector_and_sparse_ones_do() -> None:
+    tensors = [torch.ones(5), torch.ones(5000), torch.ones(3, 2).t(), torch.ones(3, dtype=torch.complex64).conj()]
+
+    assert begin_digest(tensors)[0] == []
+    assert len(begin_digest([*tensors, torch.ones(3).to_sparse()])[0]) == 1
 
 
 def test_none_and_an_empty_tensor_are_told_apart() -> None:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
-from legacy_ddp._replicas.element_kinds import KINDS
+from legacy_ddp._replicas.element_compare import KINDS, ElementDifference, compare_elements
 
 # dtype: bits of an element, bits of its mantissa (None: not a float), has it a sign bit
 FLOATS = {
@@ -120,14 +119,12 @@ SIX, FIFTEEN, SIXTEEN = torch.arange(6.0).view(2, 3), torch.arange(15).view(5, 3
 EIGHT_BITS = torch.tensor([1.0, 1.5, -2.0, 3.0, 0.0])
 SIGNS = torch.tensor([1.0, 2.5, 0.0, -3.0, INF])
 SUBNORMAL = _edited(_random(40), slice(10), _floats(*range(1, 20, 2)))
-FIVE_ROWS = _edited(WIDE, [3, 7, 8, 9, 20], _random(5, 4, seed=1))
-CORNER = _edited(_random(10, 20), (2, slice(9)), _random(9, seed=1))
 FOUR_ULP = torch.cat([torch.ones(20), _edited(torch.full((10,), 1 + 4 * 2**-23), 5, 1 + 3 * 2**-23)])
 NINE_IN_TEN = torch.cat([_random(100)[:10], _random(100, seed=1)[10:]])
 GREATEST = torch.finfo(torch.float32).max
 CAUSE = "times the reference: a clip, a rate, a decay or a write of its own"
 SAME = "permutation: the same elements in other places"
-ULP = "at most {} ulp apart: of rounding size"
+ULP = "at most {} ulp of the greatest apart: of rounding size"
 # What it shows: own, reference, kind, and the words, None where any may follow.
 PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
     "the sign": ([7.0, -1.0], [7.0, 1.0], "one bit", "one bit flipped: bit 31 (sign)"),
@@ -154,16 +151,16 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
         "permutation",
         "permutation: (0, 2) and (1, 0) swapped",
     ),
-    "swapped rows": (FIFTEEN[[0, 4, 2, 3, 1]], FIFTEEN, "permutation", "permutation: rows 1 and 4 swapped"),
+    "swapped rows": (FIFTEEN[[0, 4, 2, 3, 1]], FIFTEEN, "permutation", SAME),
     "rows in another order": (
         FIFTEEN[[1, 2, 0, 3, 4]],
         FIFTEEN,
         "permutation",
-        "permutation: rows 0-2 of 5 in another order",
+        SAME,
     ),
     "elements that move between rows": (SIXTEEN.T, SIXTEEN, "permutation", SAME),
     "complex numbers in another order": ([3 + 4j, 5 + 6j, 1 + 2j], [1 + 2j, 3 + 4j, 5 + 6j], "permutation", None),
-    "parts of complex numbers": ([1 + 4j, 3 + 2j, 5 + 6j], [1 + 2j, 3 + 4j, 5 + 6j], "same bit", None),
+    "parts of complex numbers": ([1 + 4j, 3 + 2j, 5 + 6j], [1 + 2j, 3 + 4j, 5 + 6j], "some", None),
     "complex numbers with equal real parts": (
         [1 + 3j, 1 + 4j, 1 + 2j],
         [1 + 2j, 1 + 3j, 1 + 4j],
@@ -172,7 +169,7 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
     ),
     "rows that come more often": ([[1, 2], [1, 2], [2, 1]], [[2, 1], [2, 1], [1, 2]], "permutation", SAME),
     "the same sum": ([1, 5, 7, 9], [2, 4, 7, 9], "some", None),
-    "the same set": ([1, 1, 4], [4, 4, 1], "everything", None),
+    "the same set": ([1, 1, 4], [4, 4, 1], "some", None),
     "a factor of eight bits": (
         (2 * EIGHT_BITS).to(torch.float8_e4m3fn),
         EIGHT_BITS.to(torch.float8_e4m3fn),
@@ -184,7 +181,7 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
     "eight bits are too few": (
         torch.tensor([2.0, 3.0, -4.0, 5.0]).to(torch.float8_e4m3fn),
         EIGHT_BITS[:4].to(torch.float8_e4m3fn),
-        "everything",
+        "some",
         None,
     ),
     "subnormal numbers hide no factor": (SUBNORMAL * 0.3, SUBNORMAL, "scaled", f"0.3 {CAUSE}"),
@@ -192,28 +189,22 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
     "cleared": (0 * SIGNS[:4], SIGNS[:4], "scaled", "0 times the reference: all zero here"),
     "cleared to -0.0": (-0.0 * SIGNS[:4], SIGNS[:4], "scaled", "0 times the reference: all zero here"),
     "one in a hundred may miss the factor": (_edited(MANY * 3, [0, 1], 0.7), MANY, "scaled", None),
-    "more than one in a hundred": (_edited(MANY * 3, [0, 1, 2], 0.7), MANY, "everything", None),
-    "one number": ([2.0], [1.0], "everything", None),
-    "one confirmation": ([3.3, 6.6], [1.1, 2.2], "everything", None),
+    "more than one in a hundred": (_edited(MANY * 3, [0, 1, 2], 0.7), MANY, "some", None),
+    "one number": ([2.0], [1.0], "some", None),
+    "one confirmation": ([3.3, 6.6], [1.1, 2.2], "some", None),
     "half of them unchanged": ([3.0, 6.0, 9.0, 4.0, 5.0, 6.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "some", None),
-    "no factor of zero": ([3.0, 6.0, 9.0, 1.0], [1.0, 2.0, 3.0, 0.0], "everything", None),
-    "nearly a factor": ([3.0, 6.0, 9.01], [1.0, 2.0, 3.0], "everything", None),
+    "no factor of zero": ([3.0, 6.0, 9.0, 1.0], [1.0, 2.0, 3.0, 0.0], "some", None),
+    "nearly a factor": ([3.0, 6.0, 9.01], [1.0, 2.0, 3.0], "some", None),
     "zeros confirm no factor": (
         [3.0, 6.0, 9.0, 7.0] + [-0.0] * 10,
         [1.0, 2.0, 3.0, 4.0] + [0.0] * 10,
-        "everything",
+        "some",
         None,
     ),
     "a factor hides no NaN": (_edited(MANY * 3, 7, NAN), MANY, "non-finite", "not finite: 1 NaN here"),
-    "the same bit": (
-        _flipped(FEW, [3, 7, 8], 1 << 20),
-        FEW,
-        "same bit",
-        "the same bit flipped in 3 elements: bit 20 (mantissa)",
-    ),
+    "the same bit of three elements": (_flipped(FEW, [3, 7, 8], 1 << 20), FEW, "some", None),
     "two bits": (_flipped(FEW, [3, 7], [1 << 20, 1 << 21]), FEW, "some", None),
     "a low bit of few elements": (_flipped(FEW, slice(19), 1), FEW, "rounding", None),
-    "a low bit of many elements": (_flipped(FEW, slice(20), 1), FEW, "same bit", None),
     # 2**-149 is the smallest number: one ulp above zero, two above its negative.
     "3 ulp": (
         _floats(0x3F800003, 0xBF7FFFFF, 0x80000001, 0x40490FDB),
@@ -233,7 +224,7 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
     "small numbers beside a great one": (
         _edited(_random(100, seed=1) * 1e-7, 0, 1 + 2**-23),
         _edited(_random(100) * 1e-7, 0, 1.0),
-        "everything",
+        "some",
         None,
     ),
     "infinity is no ulp": ([INF, INF], [GREATEST, GREATEST], "non-finite", "not finite: 2 inf here"),
@@ -241,7 +232,7 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
         sum(_random(16, 20_000)),
         sum(_random(16, 20_000).flip(0)),
         "rounding",
-        "at most 3 ulp of the greatest apart, of rounding size where terms of a sum cancel",
+        ULP.format(3),
     ),
     "integers are never rounded": ([10, 23, 5, 6], [11, 24, 5, 6], "some", None),
     "not finite on either side": (
@@ -258,35 +249,8 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
         "not finite: 1 inf here",
     ),
     "an infinite part on both sides": ([complex(INF, 1), 5j], [complex(INF, 2.5), 5j], "some", None),
-    "five rows": (FIVE_ROWS, WIDE, "rows", "rows 3, 7-9, 20 of 1000: sparse or unused rows"),
-    "more rows than are listed": (
-        _edited(FIVE_ROWS, [50, 60, 61], _random(3, 4, seed=2)),
-        WIDE,
-        "rows",
-        "rows 3, 7-9, 20 and 3 more of 1000: sparse or unused rows",
-    ),
-    "one row": (
-        _edited(_random(5, 4, 3), 4, _random(4, 3, seed=1)),
-        _random(5, 4, 3),
-        "rows",
-        "row 4 of 5: sparse or unused rows",
-    ),
-    "half of the rows": (
-        _edited(_random(6, 4), slice(3), _random(3, 4, seed=1)),
-        _random(6, 4),
-        "some",
-        "some elements",
-    ),
-    "one dimension": (_edited(MANY, slice(3), _random(3, seed=1)), MANY, "some", "some elements"),
-    "a corner of a row": (CORNER, _random(10, 20), "some", "some elements, in row 2 of 10"),
-    "half of a row": (_edited(CORNER, (2, 9), 9.0), _random(10, 20), "rows", None),
-    "nine in ten": (NINE_IN_TEN, _random(100), "everything", "everything, without a pattern"),
-    "less than nine in ten": (
-        _edited(NINE_IN_TEN, 10, _random(100)[10]),
-        _random(100),
-        "some",
-        "some elements",
-    ),
+    "a row": (_edited(_random(5, 4, 3), 4, _random(4, 3, seed=1)), _random(5, 4, 3), "some", "no known pattern"),
+    "nine in ten": (NINE_IN_TEN, _random(100), "some", "no known pattern"),
 }
 
 
@@ -399,11 +363,11 @@ def test_float64_extremes_are_no_rounding() -> None:
     # 2 + 1 ulp is 2**63 ulp from -2 + 1 ulp: a distance that wraps round to below zero.
     own = _from_bits([0x4000000000000001, 0x4000000000000002], torch.float64, 64)
     reference = _from_bits([0xBFFFFFFFFFFFFFFF, 0xBFFFFFFFFFFFFFFE], torch.float64, 64)
-    assert _said(own, reference)[0] == "everything"
+    assert _said(own, reference)[0] == "some"
 
     huge = torch.tensor([1.5e308, 1e308], dtype=torch.float64)
     difference = _difference(huge, -huge.flip(0))
-    assert (difference.kind, difference.greatest, difference.greatest_index) == ("everything", INF, (0,))
+    assert (difference.kind, difference.greatest, difference.greatest_index) == ("some", INF, (0,))
 
 
 def test_views_are_compared_in_logical_order() -> None:
@@ -504,7 +468,7 @@ def test_the_report_is_short_lines() -> None:
         "  1 of 8000 elements differs (under 0.1 %)",
         "  first at (12, 7): 0.03125 here, 0.015625 there",
         "  greatest absolute difference 0.015625 at (12, 7)",
-        "  some elements, in row 12 of 1000",
+        "  no known pattern",
     ]
     assert _difference(own[12, 6:], reference[12, 6:]).lines()[0] == (
         "1 of 2 elements differs (50.0 %), first at (1,): 0.03125 here, 0.015625 there"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel, debug
 from legacy_ddp._replicas import digest
 from legacy_ddp._replicas.digest import begin_sums
 from tests.helpers import logged_warnings
@@ -193,7 +193,7 @@ def test_a_sum_of_bytes_changes_with_every_byte_and_with_their_order() -> None:
 def test_a_sum_is_the_digest_of_the_joined_bytes() -> None:
     data = torch.arange(1001, dtype=torch.int64).view(torch.uint8)[:8003]
 
-    assert _sum(data[:5], data[5:4000], data[4000:]) == [digest.digest(data) ^ 8003]
+    assert _sum(data[:5], data[5:4000], data[4000:]) == [debug.digest(data) ^ 8003]
 
 
 def test_every_32_mib_have_a_sum_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 from legacy_ddp import _torch as internals
 from legacy_ddp._collectives.state import are_forwards_private
 from legacy_ddp._errors import LegacyDDPError
-from legacy_ddp._replicas.digest import CHUNK_BYTES, digest_each, is_digestible
+from legacy_ddp._replicas.digest import is_digestible
+from legacy_ddp.debug._operations.digest import digest_each
 from legacy_ddp.debug._operations.operation import Operation, Stage, Value
 from legacy_ddp.debug._operations.signature import (
     Descriptions,
@@ -29,6 +30,7 @@ from legacy_ddp.debug._operations.signature import (
 
 # Larger tensors are digested at once: a digest of many tensors together saves no time for them.
 _COPY_BYTES = 2**15
+_CHUNK_BYTES = 2**22
 # Above, memory stays undefined until an operation writes the whole storage: a map has a byte for each byte of memory.
 _MAX_MAP_BYTES = 2**26
 
@@ -311,7 +313,7 @@ def _operation(record: _Record, digests: list[str], *, number: int) -> Operation
 
 
 class _PendingDigests:
-    """Digests of tensors as they are when added. Holds at most CHUNK_BYTES of copies."""
+    """Digests of tensors as they are when added. Holds at most ``_CHUNK_BYTES`` of copies."""
 
     def __init__(self) -> None:
         self._found: dict[int, int] = {}
@@ -325,7 +327,7 @@ class _PendingDigests:
         if tensor.layout is torch.strided and (size_bytes := tensor.nbytes) <= _COPY_BYTES:
             self._copies[position] = tensor.clone(memory_format=torch.contiguous_format)
             self._copied_bytes += size_bytes
-            if self._copied_bytes > CHUNK_BYTES:
+            if self._copied_bytes > _CHUNK_BYTES:
                 self._digest_copies()
         else:
             self._note([position], [tensor])

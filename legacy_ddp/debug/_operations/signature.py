@@ -43,7 +43,7 @@ _UNDECLARED_WRITES = {
 # Collectives return before they have written.
 _ASYNCHRONOUS = ("c10d", "_c10d_functional")
 _LIBRARY: Final[str] = os.path.join(str(Path(__file__).parents[2]), "")
-_CAPTURES: Final[str] = os.path.join(str(Path(__file__).parent), "")  # another capture passes an operation on
+_CAPTURE: Final[str] = str(Path(__file__).parent / "capture.py")  # another capture passes an operation on
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Places:
 
     def find(self) -> OperationPlace | None:
         """The place of the present operation; None for an operation of this library itself."""
-        module, file = internals.caller_of_operation(self._paths, ignored=_CAPTURES)
+        module, file = internals.caller_of_operation(self._paths, ignored=_CAPTURE)
         if file.startswith(_LIBRARY):
             return None
         stage: Stage = "backward" if internals.inside_backward() else "forward"

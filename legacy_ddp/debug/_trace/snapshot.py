@@ -22,9 +22,9 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
-from legacy_ddp._replicas.digest import begin_digests
 from legacy_ddp._torch import device as devices
 from legacy_ddp._torch.device import Reader
+from legacy_ddp.debug._operations.digest import begin_digests, digest_each
 from legacy_ddp.debug._trace.records import MAX_INPUTS, CallFacts, Names, Section, Values
 
 Measured = tuple[str | None, float | None, int]
@@ -235,6 +235,11 @@ def buffers(module: nn.Module, ignore: Collection[str], reader: Reader, take: Ta
     """The section of all buffers; none without buffers."""
     found = hold.buffers(module, ignore, local=())
     _begin_sections([("buffers", found)] if found else [], reader, take)
+
+
+def digest_generators(module: nn.Module) -> str:
+    """16 hex digits for torch's random generators."""
+    return f"{fingerprint(repr(digest_each(hold.torch_generators(module))).encode()) % 2**64:016x}"
 
 
 class Inputs:

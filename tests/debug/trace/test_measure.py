@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._replicas.digest import digest
+from legacy_ddp.debug._operations.digest import digest
 from legacy_ddp.debug._trace.snapshot import measure
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
