@@ -165,14 +165,6 @@ def test_the_operation_is_named(runs: Path) -> None:
     assert _words_after("The text has a section more:") in _printed(runs, "diff", "good-7", "bad-7")
 
 
-@pytest.mark.thorough  # tests/debug has the same comparisons on smaller runs
-def test_ranks_of_the_run_with_the_fault_agree_in_their_operations(runs: Path) -> None:
-    found = fork_script("-m", "legacy_ddp", "diff", "bad-7", cwd=runs)
-
-    assert found.returncode == 0, found.stderr
-    assert "operations of step 7 agree between ranks" in " ".join(found.stdout.split())
-
-
 # docs/guides/cross-check.md
 
 SEARCHES = count(10, 3)
