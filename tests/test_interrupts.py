@@ -333,9 +333,7 @@ _CASES = {
     "parts of the replica": Case(
         (RotatingDigests._find_parts, RotatingDigests._digest, rotation.divide, rotation._tensors_of), _FIRST
     ),
-    "digest of a part": Case(
-        (RotatingDigests._digest_for, RotatingDigests._read, ReplicaDigests.begin_forward, add_memory)
-    ),
+    "digest of a part": Case((RotatingDigests.begin, RotatingDigests._read, ReplicaDigests.begin_forward, add_memory)),
     "marks of buffers": Case((SharedBuffers.begin_forward, SharedBuffers.named, SharedBuffers.saved), _FIRST),
     "parameters of a step": Case((StepHistory._find_parameters, StepHistory._digest), _DETAIL_FIRST),
     "replaced parameters of a step": Case(

@@ -97,7 +97,6 @@ class Ring(ABC, Generic[T]):
         return has_failed
 
     def look(self) -> None:
-        """Take the complete rows."""
         while self.waiting and all(part.is_complete() for part in self.waiting[0].parts):
             row = self.waiting.popleft()
             self.ready = row.number
@@ -105,7 +104,6 @@ class Ring(ABC, Generic[T]):
             self._release(row)
 
     def wait(self) -> None:
-        """Wait until all rows are complete."""
         self.look()
         for device in {part.answer.device for row in self.waiting for part in row.parts}:
             devices.synchronize(device)

@@ -176,7 +176,6 @@ class Replicas(Check):
                 self.digests.buffers.mark(wrapper.module)
 
     def _compare_digests(self, call: Call, digests: ReplicaDigests, agreement: Agreement) -> ReplicaReport | None:
-        """Compare the digests of this call."""
         # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
         if not agreement.common_flags & Flag.SIGNED:
             return None
@@ -222,7 +221,7 @@ class Replicas(Check):
             return None
         left = agreement.ranks_with(Flag.JOINED)
         compared = {rank: digest for rank, digest in enumerate(found[1]) if rank not in left}
-        report = digests.compare_for(call, found[0].number, left, compared)
+        report = digests.compare(call, left, compared, found[0].number)
         if report is not None and call.checks.divergence == "raise":
             digests.generation += 1  # the rows on the way have the same difference
         return report

@@ -222,7 +222,6 @@ def name_digest(last: int) -> str:
 
 
 def _moments(digests: Sequence[StepDigests], last: int) -> dict[str, str]:
-    """The moments in the texts of rules."""
     call, digest = f"call {last}" if last else "the start", name_digest(last)
     step = f"the step() after {call}"
     return {

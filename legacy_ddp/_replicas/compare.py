@@ -23,8 +23,15 @@ from legacy_ddp._replicas.attribution import (
     attribute_values,
 )
 from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
-from legacy_ddp._replicas.optimizer_entries import Kind, count_holders, explain_loss, group_entries
-from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport, unlike_tensors
+from legacy_ddp._replicas.report import (
+    Kind,
+    ReplicaDifference,
+    ReplicaReport,
+    count_holders,
+    explain_loss,
+    group_entries,
+    unlike_tensors,
+)
 from legacy_ddp._replicas.state import KINDS, StateItem, describe_items, digest_items
 from legacy_ddp._text import compare_groups, group_ranks, name_ranks
 from legacy_ddp._transport.call import Call
@@ -52,7 +59,6 @@ Groups = list[tuple[Rows, tuple[int, ...]]]  # with the ranks that hold them
 
 
 def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:
-    """The error that carries ``report``, with the next step for the user."""
     parameters = {item.parameter for item in report.differences if item.kind == "parameters"}
     error = ReplicaDivergenceError(
         f"{report}\n{_UNLIKE if unlike_tensors(report.differences) else _NEXT_STEP}",
@@ -174,7 +180,6 @@ def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int,
 
 
 def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
-    """The number of items of each kind."""
     counts = Counter(item.kind for item in items)
     return {kind: counts[kind] for kind in KINDS}
 

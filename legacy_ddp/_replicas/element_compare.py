@@ -76,7 +76,6 @@ class ElementDifference:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Self:
-        """The inverse of :meth:`to_json`."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
         }
@@ -183,7 +182,6 @@ class _Pair:
 
     @property
     def unchanged_nonzero(self) -> int:
-        """The number of nonzero parts in the elements that are equal."""
         unchanged = torch.ones(len(self.all_own), dtype=torch.bool, device=self.where.device)
         unchanged[self.where] = False
         return int(torch.count_nonzero(_as_numbers(self.all_own[unchanged], self.dtype)))
@@ -194,7 +192,6 @@ class _Pair:
 
 
 def _find_differences(own: Tensor, reference: Tensor) -> _Pair:
-    """The pair of two tensors of the same shape and dtype."""
     own_bits, reference_bits = _bits(own), _bits(reference)
     where = (own_bits != reference_bits).any(dim=1).nonzero().flatten()
     return _Pair(own.shape, _part_dtype(own.dtype), own_bits, reference_bits, where)
@@ -255,7 +252,6 @@ def _format_bits(bits: Tensor) -> str:
 
 
 def _unravel_index(flat_index: int, shape: torch.Size) -> tuple[int, ...]:
-    """The index of the element at ``flat_index`` in logical order."""
     index = []
     for size in reversed(shape):
         flat_index, remainder = divmod(flat_index, size)
@@ -264,7 +260,7 @@ def _unravel_index(flat_index: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
-    """Relative and absolute _tolerance for two roundings; 0 for 8-bit floats: too few bits to recognise a factor."""
+    """Relative and absolute tolerance for two roundings; 0 for 8-bit floats: too few bits to recognise a factor."""
     if dtype not in MANTISSA_BITS:
         return 2.0**-51, 0.0  # integers, by way of float64
     if MANTISSA_BITS[dtype] < 7:
@@ -274,7 +270,6 @@ def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _greatest(pair: _Pair) -> tuple[float | None, tuple[int, ...] | None]:
-    """The greatest absolute difference and its first index."""
     if pair.dtype.is_floating_point:
         apart = _by_blocks(_float_gap, pair.own_numbers, pair.reference_numbers)
     else:

@@ -41,11 +41,9 @@ class SteppedOptimizers:
         self._had_state: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step begins."""
         self._had_state[optimizer] = any(optimizer.state.values())  # a parameter may have an empty state
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step has ended."""
         # Copied and not yet described: an optimizer may have hundreds of parameter groups.
         self._groups[optimizer] = [
             {
@@ -59,7 +57,6 @@ class SteppedOptimizers:
             self._stepped.append(weakref.ref(optimizer))
 
     def clear(self) -> None:
-        """Begin with the steps after a call."""
         self._stepped.clear()
 
     @property
@@ -81,7 +78,6 @@ class Later:
 
 
 def begin(reader: Reader, begun: Begun[int]) -> Later:
-    """Let ``reader`` read what was begun."""
     (vectors, finish), later = begun, Later()
 
     def take(numbers: Sequence[Sequence[int]]) -> None:

@@ -180,7 +180,6 @@ class Reading(NamedTuple):
     checksum: int
 
     def digest(self, sums: Sequence[int]) -> int:
-        """The digest of the part, from the sums of the devices."""
         return fingerprint(repr((self.place, self.checksum, *sums)).encode())
 
 
@@ -213,19 +212,14 @@ class RotatingDigests(ReplicaDigests):
 
     def begin(self, call: Call) -> tuple[Reading, list[torch.Tensor]]:
         """The digest of the part for ``call``: what is known, and the sums that the devices will tell."""
-        checksum = self._digest_for(call)
-        count = len(self._division.parts)
-        place = (call.number % count, count, self._size_bytes)
-        return Reading(self.generation, place, checksum), [*chain(*self._sums)]
-
-    def _digest_for(self, call: Call) -> int:
         with call.phase("digest"):  # in every call, so that records have the same phases
             self.forget_failed_step()
             taken, self._taken, self._next_call = self._taken, None, call.number + 1
-            if taken is not None and taken[0] == call.number and self._is_divided:
-                digest: int = taken[1]
-                return digest
-            return self._digest(call.number)
+            is_taken = taken is not None and taken[0] == call.number and self._is_divided
+            checksum: int = taken[1] if taken and is_taken else self._digest(call.number)
+        count = len(self._division.parts)
+        place = (call.number % count, count, self._size_bytes)
+        return Reading(self.generation, place, checksum), [*chain(*self._sums)]
 
     def note_agreement(self, call: Call) -> None:
         self._note_agreement(call.groups, call.number)
@@ -236,15 +230,12 @@ class RotatingDigests(ReplicaDigests):
             memory = self._memories[groups] = _GroupMemory()
         memory.agreed[number % len(self._division.parts)] = number
 
-    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        """As in the base class; collective only after a difference that is not known yet, and with
-        ``divergence="raise"`` after every difference."""
-        return self.compare_for(call, call.number, left_out, digests)
-
-    def compare_for(
-        self, call: Call, number: int, left_out: Collection[int], digests: Mapping[int, int]
+    def compare(
+        self, call: Call, left_out: Collection[int], digests: Mapping[int, int], number: int | None = None
     ) -> ReplicaReport | None:
-        """As :meth:`compare`, for digests of the call ``number``, which ``call`` or an earlier call has taken."""
+        """As in the base class; collective only after a difference that is not known yet, and with
+        ``divergence="raise"`` after every difference. ``number``: of the call of the digests, by default ``call``."""
+        number = number or call.number
         memory, sides = self._memories.setdefault(call.groups, _GroupMemory()), equal_groups(digests)
         if len(sides) <= 1:
             self._note_agreement(call.groups, number)
@@ -357,13 +348,11 @@ class RotatingDigests(ReplicaDigests):
         return self._of_parameters != before or read[: len(sums)] != read[len(sums) :]
 
     def _digest_all_parts(self) -> list[int]:
-        """The digest of each part, as it is now."""
         readings = [(self._read(turn) or 0, [*chain(*self._sums)]) for turn in range(len(self._division.parts))]
         read = iter(devices.read_vectors([vector for _, vectors in readings for vector in vectors]))
         return [fingerprint(repr((checksum, [next(read) for _ in vectors])).encode()) for checksum, vectors in readings]
 
     def _find_parts(self) -> None:
-        """Find the tensors of the replica, and divide them."""
         module, ignore = self._module, self._settings.ignore
         parameters = distinct(module.named_parameters(remove_duplicate=False), ignore)
         owners, statistics = _owners(module), internals.statistics_names(module)

@@ -68,7 +68,6 @@ def named_buffers(module: nn.Module, ignore: Iterable[str], local: Sequence[str]
 
 
 def buffer_items(named: Iterable[Named]) -> list[StateItem]:
-    """An item for each buffer."""
     return [StateItem("buffers", f"buffer {item.name!r}", comparable(item.tensor)) for item in named]
 
 
@@ -112,7 +111,6 @@ def optimizer_states(optimizers: Sequence[torch.optim.Optimizer], module: nn.Mod
 
 
 def settings_in(parameter_groups: Iterable[Mapping[str, Any]]) -> Iterator[Fact]:
-    """The hyperparameters in ``parameter_groups`` of an optimizer."""
     for index, group in enumerate(parameter_groups):
         for key in sorted(set(group) - {"params", "param_names"}):  # these two depend on the order of registration
             yield from flatten(f"{key} of parameter group {index}", group[key])
@@ -211,7 +209,6 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor | str:
 
 
 def unread(items: Iterable[StateItem]) -> list[str]:
-    """The names of the tensors whose bits cannot be read."""
     return [item.name for item in items if isinstance(item.value, str) and item.value.endswith(NOT_COMPARED)]
 
 
@@ -223,7 +220,6 @@ def describe_value(value: torch.Tensor | str) -> str:
 
 
 def format_type(tensor: torch.Tensor, device: str = "") -> str:
-    """Dtype, shape, ``device`` and layout."""
     layout = " sparse" if tensor.is_sparse else ""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{device}{layout}"
 
@@ -287,7 +283,6 @@ class SharedBuffers:
         self.has_run = False  # a forward or a backward of this rank has begun since the mark
 
     def named(self, module: nn.Module) -> list[Named]:
-        """The buffers to compare, with all their names, sorted."""
         return [item for item in self.saved(module) if item.name not in self.statistics]
 
     def saved(self, module: nn.Module) -> list[Named]:
@@ -296,7 +291,6 @@ class SharedBuffers:
         return named_buffers(module, left_out, self._settings.checks.local_buffers)
 
     def items(self, module: nn.Module) -> list[StateItem]:
-        """An item for each buffer to compare."""
         return buffer_items(self.named(module))
 
     def mark(self, module: nn.Module) -> None:
@@ -354,6 +348,5 @@ def gather_digests(call: Call, digest: int, left_out: Collection[int]) -> dict[i
 
 
 def _digest(named: Collection[Named]) -> dict[str, int]:
-    """The digest of each buffer with digestible bits."""
     tensors = {item.name: item.tensor for item in named if is_digestible(item.tensor)}
     return dict(zip(tensors, digest_each(tensors.values()), strict=True))

@@ -12,8 +12,14 @@ from torch import nn
 from legacy_ddp._buckets.layout import distinct
 from legacy_ddp._replicas.attribution import Verdict
 from legacy_ddp._replicas.history import StateHistory
-from legacy_ddp._replicas.optimizer_entries import Entry, count_holders, explain_loss, group_entries
-from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
+from legacy_ddp._replicas.report import (
+    Entry,
+    ReplicaDifference,
+    ReplicaReport,
+    count_holders,
+    explain_loss,
+    group_entries,
+)
 from legacy_ddp._replicas.state import StateItem, describe_items, describe_membership, parameter_groups
 from legacy_ddp._text import MISSING, Difference
 from legacy_ddp._torch.device import Reader

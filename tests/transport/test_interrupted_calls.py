@@ -29,7 +29,7 @@ _FUNCTIONS = (
     *(Call.__enter__, Call.__exit__, Call._take_over, Call._release, Call._end_call),
     *(has_left, OwnedLock.take, OwnedLock.release, Watchdog.begin, Watchdog.end),
     *(all_reduce, internals.keeps_grad_mode, Synchronizer.call, private_groups.groups_of),
-    *(RotatingDigests._find_parts, RotatingDigests._digest_for),
+    *(RotatingDigests._find_parts, RotatingDigests.begin),
 )
 _CALLS = 3  # after the calls without an exception
 
