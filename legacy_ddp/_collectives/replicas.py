@@ -11,7 +11,7 @@ were found to be statistics, after a broadcast of parameters, or after a call th
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,50 +39,42 @@ _AGE_BITS = 8
 _OLDEST = 255
 
 
-@dataclass
-class _Digest:
-    """The digest of a row, and the call that took it. ``value``: 0 without a digest."""
-
-    number: int
-    generation: int = 0
-    value: int = 0
-
-
 class _Ring(Ring[Reading]):
     """The digests of calls on a process group.
 
     ``compared``: the newest row that was compared. ``has_next``: the headers of the present call have the digests of
-    the next row. Both are equal on all ranks. ``digests``: of the rows that were not compared, by number.
+    the next row. Both are equal on all ranks. ``digests``: of the complete rows that were not compared, by number.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.compared = 0
         self.has_next = False
-        self.digests: dict[int, _Digest] = {}
+        self.digests: dict[int, tuple[Reading, int]] = {}
 
     def take(self, row: Row[Reading]) -> None:
         # In memory of their own: the integers of a part are not aligned for 64 bits.
         sums = [number for part in row.parts for number in part.integers.clone().view(torch.int64).tolist()]
-        digest, reading = self.digests[row.number], row.subject
-        digest.generation, digest.value = reading.generation, reading.digest(sums) % _DIGESTS or 1
+        self.digests[row.number] = row.subject, row.subject.digest(sums) % _DIGESTS or 1
 
     def word(self, generation: int) -> int:
-        """What the header of this rank carries: the digest of the next row, and the age of the newest complete row."""
-        digest = self.digests[self.compared + 1] if self.has_next else None
-        value = digest.value if digest is not None and digest.generation == generation else 0
+        """What the header of this rank carries: the digest of the next row, or 0 if it is of an earlier generation; and
+        the age of the newest complete row."""
+        reading, value = self.digests[self.compared + 1] if self.has_next else (None, 0)
+        value = value if reading is not None and reading.generation == generation else 0
         age: int = min(self.agreed - self.ready, _OLDEST)
         return value << _AGE_BITS | age
 
-    def go_on(self, words: Sequence[int]) -> tuple[_Digest, Sequence[int]] | None:
-        """Note that the ranks agree on a call, whose headers have ``words``. The row that they compare, if any, and
-        the digest of each rank."""
+    def go_on(self, words: Sequence[int]) -> tuple[int, Sequence[int]] | None:
+        """Note that the ranks agree on a call, whose headers have ``words``. The number of the call whose digests they
+        compare, if any, and the digest of each rank."""
         newest = self.agreed - max(word & _OLDEST for word in words)
         self.agreed += 1
         found = None
         if self.has_next:
             self.compared += 1
-            found = self.digests.pop(self.compared), [word >> _AGE_BITS for word in words]
+            reading, _ = self.digests.pop(self.compared)
+            found = reading.number, [word >> _AGE_BITS for word in words]
         self.has_next = self.compared < newest
         return found
 
@@ -122,11 +114,7 @@ class Replicas(Check):
             step.header.flags |= Flag.SIGNED
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """Collective only if the digests differ.
-
-        Raises:
-            ReplicaDivergenceError: replicas differ, with ``"detail"`` or ``divergence="raise"``.
-        """
+        """Collective only if the digests differ."""
         call, digests = step.call, self.digests
         if digests is None:
             return None
@@ -201,7 +189,6 @@ class Replicas(Check):
         except (RuntimeError, TypeError) as error:  # no memory, for example
             self._close(call, error_line(error))
             return
-        ring.digests[ring.agreed + 1] = _Digest(call.number)
         ring.add(reading, parts)
         step.header.generators = ring.word(digests.generation)
 
@@ -221,7 +208,7 @@ class Replicas(Check):
             return None
         left = agreement.ranks_with(Flag.JOINED)
         compared = {rank: digest for rank, digest in enumerate(found[1]) if rank not in left}
-        report = digests.compare(call, left, compared, found[0].number)
+        report = digests.compare(call, left, compared, found[0])
         if report is not None and call.checks.divergence == "raise":
             digests.generation += 1  # the rows on the way have the same difference
         return report

@@ -136,9 +136,7 @@ def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> in
     """``checksum`` (from 0 on) continued with the bytes ``start`` to ``stop`` of the tensor in row-major order. Of a
     quantized tensor, also with scale and zero point.
 
-    Raises:
-        TypeError: the tensor has no memory: it belongs to a compiler, or wraps other tensors.
-        ValueError: the bytes are not all of the tensor.
+    A tensor of a compiler, or around other tensors, has no memory: a TypeError.
     """
     if not 0 <= start <= stop <= tensor.nbytes:
         raise ValueError(f"bytes are not of the tensor: got {start} to {stop}, expected 0 to {tensor.nbytes} at most")

@@ -104,9 +104,6 @@ def compare_elements(own: Tensor, reference: Tensor) -> ElementDifference | None
     Allocates memory on the device of the tensor and waits for the device. Measured for float32: little memory (a mask)
     if few elements differ, up to 17 times the size of the tensor if all differ. Copy both tensors to the CPU first if
     this does not fit.
-
-    Raises:
-        ValueError: shapes or dtypes differ.
     """
     if own.shape != reference.shape or own.dtype != reference.dtype:
         raise ValueError(

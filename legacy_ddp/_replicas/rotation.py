@@ -171,10 +171,11 @@ class _GroupMemory:
 class Reading(NamedTuple):
     """What the host knows at once of the part for a call: everything but the sums of its bytes on devices.
 
-    ``generation``: of the digests, as the part was read. ``place``: the turn, the number of parts, and the bytes of the
-    part. ``checksum``: of the bytes on the CPU.
+    ``number``: of the call. ``generation``: of the digests, as the part was read. ``place``: the turn, the number of
+    parts, and the bytes of the part. ``checksum``: of the bytes on the CPU.
     """
 
+    number: int
     generation: int
     place: tuple[int, ...]
     checksum: int
@@ -219,7 +220,7 @@ class RotatingDigests(ReplicaDigests):
             checksum: int = taken[1] if taken and is_taken else self._digest(call.number)
         count = len(self._division.parts)
         place = (call.number % count, count, self._size_bytes)
-        return Reading(self.generation, place, checksum), [*chain(*self._sums)]
+        return Reading(call.number, self.generation, place, checksum), [*chain(*self._sums)]
 
     def note_agreement(self, call: Call) -> None:
         self._note_agreement(call.groups, call.number)

@@ -45,11 +45,7 @@ class StateItem:
 
 
 def parameters(module: nn.Module, ignore: Iterable[str]) -> list[StateItem]:
-    """Every parameter except the names in ``ignore``, including frozen parameters, sorted by name.
-
-    Raises:
-        ValueError: a parameter has no plain values (see :func:`check_dense`).
-    """
+    """Every parameter except the names in ``ignore``, including frozen parameters, sorted by name."""
     found = distinct(module.named_parameters(remove_duplicate=False), frozenset(ignore))
     for item in found:
         check_dense(item, kind="parameter")
@@ -117,11 +113,7 @@ def settings_in(parameter_groups: Iterable[Mapping[str, Any]]) -> Iterator[Fact]
 
 
 def check_local_buffers(module: nn.Module, local: Sequence[str]) -> None:
-    """Refuse a name that is not a buffer of ``module``. A pattern may match no buffer, so models can share patterns.
-
-    Raises:
-        ValueError: lists the unknown names.
-    """
+    """Refuse a name that is not a buffer of ``module``. A pattern may match no buffer, so models can share patterns."""
     names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
     if unknown := [name for name in local if name not in names and not set(name) & set("*?[")]:
         expected = f"expected some of {names}" if names else "and the module has no buffers; leave local_buffers out"

@@ -322,8 +322,8 @@ COLLECTIVES = (
     ),
     Mutant(
         "a late digest from before a broadcast is compared",
-        "if digest is not None and digest.generation == generation else 0",
-        "if digest is not None else 0",
+        "if reading is not None and reading.generation == generation else 0",
+        "if reading is not None else 0",
         _LATE_DIGESTS,
     ),
     Mutant(
