@@ -76,6 +76,7 @@ class ElementDifference:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
         }

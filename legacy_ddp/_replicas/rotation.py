@@ -293,11 +293,6 @@ class RotatingDigests(ReplicaDigests):
         super().restart()
         self.generation += 1
 
-    def unread(self) -> list[str]:
-        items = self.buffers.items(self._module)
-        sparse = [item.name for item in items if isinstance(item.value, torch.Tensor) and not _can_read(item.value)]
-        return [*super().unread(), *sparse]
-
     @property
     def _is_divided(self) -> bool:
         """Whether the parts belong to the present parameters."""

@@ -97,6 +97,7 @@ def _broadcast(loop: _Loop) -> None:
 
 
 _RAISES = Checks(divergence="raise", uneven="allow")
+_EVERY = Checks("detail", every=3, uneven="allow")
 UNABLE = "a device without the operation"
 CASES = {
     "equal": Case(20),
@@ -107,6 +108,7 @@ CASES = {
     "repaired by a broadcast": Case(11, {2: _Loop.write, 3: _broadcast, 8: _Loop.write}),
     "before an error of all ranks": Case(8, {2: _Loop.write, 3: _Loop.repair}, fails=4),
     "an error": Case(8, {2: _Loop.write, 5: _Loop.repair}, checks=(_RAISES, _RAISES)),
+    "every third call": Case(4, _FAULT, checks=(_EVERY, _EVERY)),
     "off on rank 0": Case(6, _FAULT, checks=("off", "info")),
     UNABLE: Case(6, _FAULT, lacks=frozenset({"aten::bitwise_xor", "aten::bitwise_xor_"})),
 }
@@ -144,6 +146,7 @@ TOLD = {  # by loop: by the attempt that tells, the calls between which the diff
     },
     "before an error of all ranks": {},
     "an error": {},
+    "every third call": {},
     "off on rank 0": {},
 }
 
@@ -169,6 +172,8 @@ def test_a_difference_on_a_device_is_told_later_by_all_ranks_in_the_same_call_wi
         assert second[name][1] == ({9: 1} if name == "full ring" else {}), name
     assert [*first["before an error of all ranks"][2]] == [4]
     assert [*first["an error"][2]] == [5]
+    assert [*first["every third call"][2]] == [4]
+    assert "replicas differ in 1 of 2 parameters" in first["every third call"][2][4]
     assert "since: between the first forward after call 1 and call 3, as the device" in " ".join(
         first["an error"][2][5].split()
     )
