@@ -3,7 +3,7 @@
     seconds = hops x alpha + messages x message + bytes x beta + turns x turn
 
 all_gather   of gloo, a ring (gloo/allgather.cc): every row makes ranks - 1 hops, in two halves, each a message
-tree         of legacy_ddp/_transport/star.py, where hosts have equal numbers of ranks. Rows go up to the root, a
+tree         of legacy_ddp/_ranks/star.py, where hosts have equal numbers of ranks. Rows go up to the root, a
              message of each rank or part; the rows of all ranks come down. A hub handles the messages of the ranks
              below it one after the other
 
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from _fit import fit_costs
 
-from legacy_ddp._agreement.header import HEADER_BYTES
-from legacy_ddp._transport.first_meeting import ARITY
-from legacy_ddp._transport.rows import SegmentIds, encode_segments
+from legacy_ddp._ranks.first_meeting import ARITY
+from legacy_ddp._ranks.header import HEADER_BYTES, SegmentIds, encode_segments
 
 ROW_BYTES = HEADER_BYTES
 TREE_ROW_BYTES = HEADER_BYTES + len(encode_segments(SegmentIds()))

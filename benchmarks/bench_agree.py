@@ -62,16 +62,15 @@ from _scaling import (
 from _workloads import LAYERS, Transformer, predict_tokens, step, tokens
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._agreement.agree import agree
-from legacy_ddp._agreement.header import Header, encode_header
-from legacy_ddp._collectives.state import Synchronizer
+from legacy_ddp._call.state import Synchronizer
+from legacy_ddp._ranks import first_meeting
+from legacy_ddp._ranks.agree import agree
+from legacy_ddp._ranks.call import Call, GroupState
+from legacy_ddp._ranks.header import Header, Operation, SegmentIds, encode_header, encode_segments
+from legacy_ddp._ranks.private_groups import Groups
+from legacy_ddp._ranks.star import _ROW, Star
+from legacy_ddp._ranks.star_sockets import set_options
 from legacy_ddp._settings import Settings
-from legacy_ddp._transport import first_meeting
-from legacy_ddp._transport.call import Call, GroupState
-from legacy_ddp._transport.private_groups import Groups
-from legacy_ddp._transport.rows import Operation, SegmentIds, encode_segments
-from legacy_ddp._transport.star import _ROW, Star
-from legacy_ddp._transport.star_sockets import set_options
 
 STEP_AIMS = {1: 1.05, 4: 1.03}  # from this update-freq on: info/off
 HEADER_AIM = 0.03  # of a step

@@ -56,11 +56,10 @@ from _workloads import LAYERS, Workload, workload_named
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._agreement.agree import agree
-from legacy_ddp._agreement.header import Header
-from legacy_ddp._collectives.state import Synchronizer
+from legacy_ddp._call.state import Synchronizer
+from legacy_ddp._ranks.agree import agree
+from legacy_ddp._ranks.header import Header, Operation
 from legacy_ddp._settings import Settings
-from legacy_ddp._transport.rows import Operation
 
 MODELS = ("transformer", "resnet", "tiny")
 TRANSFORMER_AIMS = {"ours, off, views": 0.42, "ours, info, views": 0.55}

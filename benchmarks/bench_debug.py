@@ -29,7 +29,7 @@ from _measure import Variant, measure, parse, print_table, process_group, summar
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._replicas.digest import digest_all
+from legacy_ddp._replicas.state import digest_all
 from legacy_ddp.debug import Recorder, check_replicas, digest
 
 sys.path.append(str(ROOT / "examples"))

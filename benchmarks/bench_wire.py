@@ -19,7 +19,7 @@ from _checkout import ROOT, environment
 from _interrupt import quiet_interrupt
 from _measure import machine, results_path, save
 
-from legacy_ddp._environment import TRANSPORT_VARIABLE
+from legacy_ddp._settings import TRANSPORT_VARIABLE
 
 MAIN_JOB = ROOT / "examples" / "train_lm.py"
 OWN = "their own"

@@ -52,10 +52,10 @@ def layers() -> str:
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         ("tools", (("debug/", "recorder, command"), ("lightning/", "strategies"), ("data", "sampler"))),
         ("front", (("_wrapper", "the class: constructor, methods, print(model)"),)),
-        ("operations", (("_collectives/", "all_reduce, broadcast, join: one line for each stage"),)),
+        ("operations", (("_call/", "all_reduce, broadcast, join: one line for each stage"),)),
         ("checks", (("_agreement/", "headers"), ("_replicas/", "digests"), ("_record", "of a call"))),
-        ("transport", (("_transport/", "groups, calls"), ("_reproducible/", "tree sums"))),
-        ("basis", (("_buckets/", "flat tensors"), ("_step_guard/", "backward counts"), ("_watchdog/", "lost ranks"))),
+        ("transport", (("_ranks/", "groups, calls"), ("_reproducible/", "tree sums"))),
+        ("basis", (("_memory/", "flat tensors"), ("_steps/", "backward counts"), ("_watchdog/", "lost ranks"))),
         ("shared", (("_errors, _settings, _log, _text, _torch, ...", "modules that all folders use"),)),
     )
     parts = []

@@ -31,7 +31,7 @@ check_system()
 if TYPE_CHECKING:
     from legacy_ddp import data as data  # attributes, and no part of __all__
     from legacy_ddp import debug as debug
-    from legacy_ddp._collectives.all_reduce import all_reduce_gradients
+    from legacy_ddp._call.all_reduce import all_reduce_gradients
     from legacy_ddp._record import RankRow, SyncRecord
     from legacy_ddp._wrapper import LegacyDistributedDataParallel
 else:
@@ -41,7 +41,7 @@ else:
             "LegacyDistributedDataParallel": "legacy_ddp._wrapper",
             "RankRow": "legacy_ddp._record",
             "SyncRecord": "legacy_ddp._record",
-            "all_reduce_gradients": "legacy_ddp._collectives.all_reduce",
+            "all_reduce_gradients": "legacy_ddp._call.all_reduce",
         },
         submodules=("data", "debug"),
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from legacy_ddp._agreement.header import Header, Headers
 from legacy_ddp._errors import argument_errors
+from legacy_ddp._ranks.header import Header, Headers
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
 from legacy_ddp._text import format_bytes, how_to_explain, name_ranks, plain, printable, table, wrap
 

@@ -1,8 +1,13 @@
-"""Arguments of the constructor, checked once; and what to do in place of an argument or attribute without effect."""
+"""Arguments of the constructor, checked once; what to do in place of those without effect; environment variables.
+
+``LEGACY_DDP_CHECKS`` has a level, fields of :class:`Checks` and ``timeout_seconds``, ``LEGACY_DDP_TRANSPORT`` a
+transport. Both are read when a wrapper is constructed, and override the arguments of the script.
+"""
 
 import inspect
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,7 +16,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp._check_settings import CHECKS_VARIABLE, LONGEST_SECONDS, Checks, as_names, is_duration
+from legacy_ddp._check_settings import (
+    CHECKS_VARIABLE,
+    LONGEST_SECONDS,
+    Checks,
+    Level,
+    as_checks,
+    as_names,
+    is_duration,
+    refuse_without_effect,
+)
 from legacy_ddp._errors import argument_errors
 
 AbsentGradients = Literal["none", "zeros"]
@@ -315,3 +329,87 @@ def refuse_unknown(
             problems.append(f"has no argument {name!r}; expected one of: {', '.join(sorted(known))}")
     if problems:
         raise TypeError("; ".join(f"{target.__name__} {problem}" for problem in problems))
+
+
+_TIMEOUT = "timeout_seconds"
+_NAMES_SEPARATOR = ":"
+
+
+def resolve_checks(checks: Level | Checks) -> Checks:
+    """The checks of the caller, with the level and the fields in ``LEGACY_DDP_CHECKS``.
+
+    Only the settings of the environment must have an effect at its level.
+    """
+    asked = as_checks(checks)
+    given = {name: value for name, value in _given().items() if name != _TIMEOUT}
+    if not given:
+        return asked
+    try:
+        found = replace(asked, **given)  # the constructor checks the values
+        refuse_without_effect(Checks(**{**given, "level": found.level}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"environment variable {CHECKS_VARIABLE}: {error}") from error
+    return found
+
+
+def resolve_timeout(seconds: float | None) -> float | None:
+    """The limit of a wait: ``timeout_seconds`` in ``LEGACY_DDP_CHECKS``, else of the caller."""
+    chosen = _given().get(_TIMEOUT, seconds)
+    if chosen is not seconds and not is_duration(chosen):
+        raise ValueError(
+            f"environment variable {CHECKS_VARIABLE}: {_TIMEOUT} is not usable: got {chosen!r}, expected a positive "
+            f"number of seconds (up to {LONGEST_SECONDS:g})"
+        )
+    return chosen
+
+
+def resolve_transport(transport: Transport) -> Transport:
+    """The transport to use: of the environment if ``LEGACY_DDP_TRANSPORT`` is set, else of the caller."""
+    chosen = os.environ.get(TRANSPORT_VARIABLE)
+    if chosen and chosen not in TRANSPORTS:
+        raise ValueError(f"environment variable {TRANSPORT_VARIABLE}: got {chosen!r}, expected one of {TRANSPORTS}")
+    return chosen or transport
+
+
+def _given() -> dict[str, Any]:
+    """The settings in ``LEGACY_DDP_CHECKS`` by name."""
+    given: dict[str, Any] = {}
+    for item in filter(None, map(str.strip, os.environ.get(CHECKS_VARIABLE, "").split(","))):
+        name, is_named, text = map(str.strip, item.partition("="))
+        if not is_named:
+            name, text = "level", item
+        if name not in _READERS:
+            raise ValueError(
+                f"environment variable {CHECKS_VARIABLE}: got {item!r}, expected a level, or name=value with a name of "
+                f"{tuple(_READERS)}"
+            )
+        if name in given:
+            raise ValueError(f"environment variable {CHECKS_VARIABLE}: {name} is set twice; leave one out")
+        given[name] = _READERS[name](text)
+    return given
+
+
+def _read_as(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A reader that leaves a text which is no value of ``kind`` as it is, for the error about the value."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return read
+
+
+def _read_names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(_NAMES_SEPARATOR)))
+
+
+# Every field of Checks but the scaler, an object of the script.
+_READERS: dict[str, Callable[[str], Any]] = {
+    **{item.name: str for item in fields(Checks) if item.name != "grad_scaler"},
+    "every": _read_as(int),
+    "local_buffers": _read_names,
+    "warn_after_seconds": _read_as(float),
+    _TIMEOUT: _read_as(float),
+}

@@ -12,18 +12,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from legacy_ddp._buckets.layout import Layout
-from legacy_ddp._buckets.plan import Plan, parameter_columns
+from legacy_ddp._call.all_reduce import all_reduce
+from legacy_ddp._call.broadcast import broadcast_buffers, broadcast_parameters, construct
+from legacy_ddp._call.join import Joining
+from legacy_ddp._call.pack import Arguments, Metrics
+from legacy_ddp._call.state import Synchronizer, are_forwards_private
 from legacy_ddp._check_settings import Checks, Level
-from legacy_ddp._collectives.all_reduce import all_reduce
-from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters, construct
-from legacy_ddp._collectives.join import Joining
-from legacy_ddp._collectives.pack import Arguments, Metrics
-from legacy_ddp._collectives.state import Synchronizer, are_forwards_private
-from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
 from legacy_ddp._errors import LegacyDDPError, show_usable
 from legacy_ddp._interrupts import undone_by
 from legacy_ddp._log import log_construction, script_level
+from legacy_ddp._memory.layout import Layout
+from legacy_ddp._memory.plan import Plan, parameter_columns
+from legacy_ddp._ranks.header import Operation
+from legacy_ddp._ranks.private_groups import GroupHandle
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import (
     AbsentGradients,
@@ -35,10 +36,11 @@ from legacy_ddp._settings import (
     names_to_ignore,
     refuse_attribute,
     refuse_unknown,
+    resolve_checks,
+    resolve_timeout,
+    resolve_transport,
 )
 from legacy_ddp._text import format_bytes, how_to_explain
-from legacy_ddp._transport.private_groups import GroupHandle
-from legacy_ddp._transport.rows import Operation
 from legacy_ddp._watchdog import FORWARD, process_activity
 
 if TYPE_CHECKING:  # Python's own TypeVar has a default from 3.13 on; without a default --strict refuses the bare class

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._errors import argument_errors
-from legacy_ddp._reproducible.tree_reduce import aligned_splits, format_splits, is_aligned
+from legacy_ddp._memory.layout import fingerprint
+from legacy_ddp._ranks.tree_reduce import aligned_splits, format_splits, is_aligned
 from legacy_ddp._torch import device as devices
 
 __all__ = ["GlobalBatchSampler", "aligned_splits", "micro_batch_rng"]

@@ -16,10 +16,10 @@ from torch import nn
 
 import legacy_ddp
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
-from legacy_ddp._collectives.check_interface import Check
-from legacy_ddp._collectives.check_list import CHECKS, LateRankReport
+from legacy_ddp._call.check import Check
+from legacy_ddp._call.check_list import CHECKS, LateRankReport
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._explain import find, read_sections
+from legacy_ddp.debug._errors_page import find, read_sections
 from tests.helpers import logged_warnings
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks

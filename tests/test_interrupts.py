@@ -1,7 +1,7 @@
 """An exception at any bytecode, as from the handler of a signal: what comes next is right, and no memory is misread.
 
 Each table entry is a sweep: the functions under test, and the operation in which they run. After the exception the
-script goes on, and a twin that nothing interrupted shows what is right. Ranks that meet: tests/transport/.
+script goes on, and a twin that nothing interrupted shows what is right. Ranks that meet: tests/ranks/.
 """
 
 import copy
@@ -27,29 +27,27 @@ from legacy_ddp import (
     SyncRecord,
 )
 from legacy_ddp import _torch as internals
-from legacy_ddp._agreement.header import Flag
-from legacy_ddp._buckets import private_fork
-from legacy_ddp._buckets.plan import BackwardCopy, ParameterWalk, Planner
-from legacy_ddp._buckets.segment import Segment
-from legacy_ddp._buckets.slot_views import SlotViews, _made
-from legacy_ddp._collectives.all_reduce import all_reduce
-from legacy_ddp._collectives.check_list import EvaluationHint
-from legacy_ddp._collectives.state import Synchronizer, are_forwards_private, private_forwards
+from legacy_ddp._call.all_reduce import all_reduce
+from legacy_ddp._call.check_list import EvaluationHint
+from legacy_ddp._call.state import Synchronizer, are_forwards_private, private_forwards
 from legacy_ddp._interrupts import OwnedLock, undone_by
+from legacy_ddp._memory import segment
+from legacy_ddp._memory.plan import BackwardCopy, ParameterWalk, Planner
+from legacy_ddp._memory.segment import Segment
+from legacy_ddp._memory.slot_views import SlotViews, _made
+from legacy_ddp._ranks import private_groups
+from legacy_ddp._ranks.call import Call
+from legacy_ddp._ranks.header import Flag
 from legacy_ddp._replicas import rotation
-from legacy_ddp._replicas.digest import add_memory
 from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
-from legacy_ddp._replicas.state import SharedBuffers
-from legacy_ddp._reproducible.micro_batches import Leaves
-from legacy_ddp._reproducible.partial_sums import LeafSums, PartialSums
-from legacy_ddp._step_guard import backward_counter, guard, step_counter
-from legacy_ddp._step_guard.backward_counter import BackwardCounter, BackwardHook, remove_hooks
-from legacy_ddp._step_guard.policy import StepPolicy
+from legacy_ddp._replicas.state import SharedBuffers, add_memory
+from legacy_ddp._reproducible import LeafSums, Leaves, PartialSums
+from legacy_ddp._steps import backward_counter, guard, step_counter
+from legacy_ddp._steps.backward_counter import BackwardCounter, BackwardHook, remove_hooks
+from legacy_ddp._steps.policy import StepPolicy
 from legacy_ddp._torch import tensors
 from legacy_ddp._torch.device import Reader
-from legacy_ddp._transport import private_groups
-from legacy_ddp._transport.call import Call
 from tests.helpers.interrupts import sweep
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import thorough
@@ -321,7 +319,7 @@ def _check_children(shared: _Shared) -> None:
         os.close(other)
     assert status == 0
     assert all(bool((kept == 7).all()) for kept in shared.kept)
-    numbers = [mapping.descriptor for mapping in private_fork._mappings.values()]
+    numbers = [mapping.descriptor for mapping in segment._mappings.values()]
     assert all("memfd:legacy_ddp" in os.readlink(f"/proc/self/fd/{number}") for number in numbers if number >= 0)
 
 
@@ -395,7 +393,7 @@ _CASES = {
 }
 
 
-_FILES = (private_fork.Mapping.make_private, private_fork.Mapping._map_private, private_fork.OpenFile.close)
+_FILES = (segment.Mapping.make_private, segment.Mapping._map_private, segment.OpenFile.close)
 _OF_PROCESS = {
     "evaluation hint": Case(
         (EvaluationHint.begin_forward, EvaluationHint._layers), _before_training_forward, Training.forward, _check_hint
@@ -418,7 +416,7 @@ _OF_PROCESS = {
         stride=9,
     ),
     "new segment": Case(
-        (*_FILES, Segment.__init__, private_fork.map_shared),
+        (*_FILES, Segment.__init__, segment.map_shared),
         partial(_Shared, [], [], Path()),
         _make_segment,
         _check_children,

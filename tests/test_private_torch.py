@@ -34,7 +34,7 @@ def test_the_list_has_every_private_attribute_of_the_folder() -> None:
 
 def test_the_list_has_nothing_that_the_library_does_not_use() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py") if path.stem != "private")
-    source += (PACKAGE / "_step_guard" / "backward_counter.py").read_text(encoding="utf-8")
+    source += (PACKAGE / "_steps" / "backward_counter.py").read_text(encoding="utf-8")
     # Made from a kind of operation, in operation_options().
     used = [entry.name for entry in PRIVATE_NAMES if entry.name.removesuffix("Options") == entry.name]
 

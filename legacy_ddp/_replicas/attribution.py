@@ -6,7 +6,7 @@ The evidence of each rank is its digests at the phases since the last call.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._memory.layout import fingerprint
 from legacy_ddp._text import Difference, compare_rows, name_ranks
 
 _BUFFERS = "only buffers differ"

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._errors import ReplicaDivergenceError
+from legacy_ddp._memory.layout import fingerprint
+from legacy_ddp._ranks.call import Call
+from legacy_ddp._ranks.header import Header, Operation
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,
     StepDigests,
@@ -34,8 +35,6 @@ from legacy_ddp._replicas.report import (
 )
 from legacy_ddp._replicas.state import KINDS, StateItem, describe_items, digest_items
 from legacy_ddp._text import compare_groups, group_ranks, name_ranks
-from legacy_ddp._transport.call import Call
-from legacy_ddp._transport.rows import Operation
 
 # Larger tensors are not compared by element, which may take 17 times their memory.
 LARGE_BYTES = 2**28  # 4 GiB for a report that was asked for

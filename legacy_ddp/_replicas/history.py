@@ -12,19 +12,28 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from legacy_ddp._agreement.agree import ranks_where
-from legacy_ddp._buckets.layout import distinct, fingerprint
+from legacy_ddp._memory.layout import distinct, fingerprint
+from legacy_ddp._ranks.agree import ranks_where
+from legacy_ddp._ranks.call import Call
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import StepDigests
 from legacy_ddp._replicas.compare import add_moved, compare_items
-from legacy_ddp._replicas.digest import Begun, begin_digest, digest_all, is_digestible
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests, parameter_groups
+from legacy_ddp._replicas.state import (
+    Begun,
+    SharedBuffers,
+    begin_digest,
+    comparable,
+    describe_membership,
+    digest_all,
+    gather_digests,
+    is_digestible,
+    parameter_groups,
+)
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.policy import StepPolicy
-from legacy_ddp._step_guard.step_counter import StepObserver
+from legacy_ddp._steps.policy import StepPolicy
+from legacy_ddp._steps.step_counter import StepObserver
 from legacy_ddp._torch.device import Reader
-from legacy_ddp._transport.call import Call
 
 
 class SteppedOptimizers:

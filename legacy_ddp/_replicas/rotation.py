@@ -14,20 +14,25 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._agreement.agree import ranks_where
-from legacy_ddp._buckets.layout import distinct, fingerprint
-from legacy_ddp._buckets.plan import Planner
+from legacy_ddp._memory.layout import distinct, fingerprint
+from legacy_ddp._memory.plan import Planner
+from legacy_ddp._ranks.agree import ranks_where
+from legacy_ddp._ranks.call import Call
+from legacy_ddp._ranks.private_groups import Groups
 from legacy_ddp._replicas.attribution import AT_START, name_digest
 from legacy_ddp._replicas.compare import LARGE_BYTES, LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, equal_groups
-from legacy_ddp._replicas.digest import add_memory, as_bytes, begin_sums, is_digestible
 from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.state import gather_digests
+from legacy_ddp._replicas.state import (
+    add_memory,
+    as_bytes,
+    begin_sums,
+    gather_digests,
+    is_digestible,
+)
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import error_line, list_some
 from legacy_ddp._torch import device as devices
-from legacy_ddp._transport.call import Call
-from legacy_ddp._transport.private_groups import Groups
 
 MAX_PARTS = 16
 SMALLEST_PART = 2**15  # bytes: less would save no time

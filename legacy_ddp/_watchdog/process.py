@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from legacy_ddp._log import outward
-from legacy_ddp._step_guard.policy import closure_owner, local_work_text
+from legacy_ddp._steps.policy import closure_owner, local_work_text
 from legacy_ddp._text import printable, shorten
 
 RUNNING, STOPPED, TRACED, DEAD, UNKNOWN = "running", "stopped", "held by a debugger", "dead", ""
@@ -159,7 +159,7 @@ RUN = "run"  # the phase of a cross-check that runs the user's function
 _MAX_FRAMES, _MAX_FRAME_COLUMNS = 12, 200
 _PACKAGE = str(Path(__file__).parents[1])
 # Library files that are frames around user code: the step guard wraps closures, a strategy wraps the training loop.
-_AROUND_USER_CODE = (f"{_PACKAGE}/_step_guard/guard.py", f"{_PACKAGE}/lightning/")
+_AROUND_USER_CODE = (f"{_PACKAGE}/_steps/guard.py", f"{_PACKAGE}/lightning/")
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = (_PACKAGE, _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<frozen")
 

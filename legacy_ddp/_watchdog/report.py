@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legacy_ddp._log import logger_of
-from legacy_ddp._step_guard.policy import closure_advice
+from legacy_ddp._steps.policy import closure_advice
 from legacy_ddp._text import WIDTH, first_few, how_to_explain, name_ranks, printable, printable_lines, wrap
 from legacy_ddp._watchdog.client import Failure, Outcome
 from legacy_ddp._watchdog.payloads import Progress, recorder_text

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from legacy_ddp._step_guard.policy import local_work_text
+from legacy_ddp._steps.policy import local_work_text
 from legacy_ddp._text import error_line, name_ranks
 from legacy_ddp._watchdog.client import (
     MAX_CONCURRENT_REQUESTS,

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._collectives.state import Synchronizer, synchronizer_of
+from legacy_ddp._call.state import Synchronizer, synchronizer_of
+from legacy_ddp._ranks.private_groups import resolve_group
 from legacy_ddp._settings import names_to_ignore
-from legacy_ddp._transport.private_groups import resolve_group
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._trace.records import MAX_STEP
 

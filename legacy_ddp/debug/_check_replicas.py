@@ -10,18 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._agreement.agree import agree, announcing_failures
-from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import inventory_digest
 from legacy_ddp._check_settings import as_names
+from legacy_ddp._memory.layout import inventory_digest
+from legacy_ddp._ranks.agree import agree, announcing_failures
+from legacy_ddp._ranks.call import check_can_communicate
+from legacy_ddp._ranks.header import Header, Operation
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers, divergence_error
 from legacy_ddp._replicas.history import StepHistory
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import parameter_groups
 from legacy_ddp._text import list_some
-from legacy_ddp._transport.call import check_can_communicate
-from legacy_ddp._transport.rows import Operation
 from legacy_ddp.debug._arguments import Optimizers, Target, as_optimizers, target_of
 
 What = Literal[hold.Kind, "rng"]

@@ -16,7 +16,13 @@ from legacy_ddp._text import format_bytes, printable, wrap
 from legacy_ddp.debug._diff import result
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
-from legacy_ddp.debug._explain import close_names, find, list_lines, read_sections, section_lines
+from legacy_ddp.debug._errors_page import (
+    close_names,
+    find,
+    list_lines,
+    read_sections,
+    section_lines,
+)
 from legacy_ddp.debug._port.port import port
 from legacy_ddp.debug._port.script import ScriptError
 from legacy_ddp.debug._trace import summary

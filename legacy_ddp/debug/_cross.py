@@ -14,16 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._agreement.agree import agree, announcing_failures
-from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import build_inventory, distinct, inventory_digest
 from legacy_ddp._check_settings import as_names
 from legacy_ddp._errors import ReplicaDivergenceError, argument_errors
+from legacy_ddp._memory.layout import build_inventory, distinct, inventory_digest
+from legacy_ddp._ranks.agree import agree, announcing_failures
+from legacy_ddp._ranks.call import Call, check_can_communicate
+from legacy_ddp._ranks.header import Header, Operation
 from legacy_ddp._replicas import state as replica_state
 from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers, divergence_error
 from legacy_ddp._text import format_bytes
-from legacy_ddp._transport.call import Call, check_can_communicate
-from legacy_ddp._transport.rows import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
 from legacy_ddp.debug._cross_check.batch import classes_in, pack
@@ -36,9 +35,9 @@ from legacy_ddp.debug._cross_check.run import (
     held_values,
     state_set_aside,
 )
-from legacy_ddp.debug._cross_check.settings import RankSettings, differing_settings, settings_of
 from legacy_ddp.debug._cross_check.trial import locate, run_ring, try_batch
 from legacy_ddp.debug._cross_check.verdict import CrossCheckReport, choose_batch, differing_batches, report_of
+from legacy_ddp.debug._trace.environment import RankSettings, differing_settings, settings_of
 
 MAX_BYTES = 2**30
 _LAYOUT_ADVICE = (

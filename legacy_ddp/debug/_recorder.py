@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._collectives.metrics import read_numbers
+from legacy_ddp._call.pack import read_numbers
 from legacy_ddp._errors import LegacyDDPError, argument_errors, show_usable
 from legacy_ddp._log import warn
 from legacy_ddp._record import SyncRecord
@@ -134,7 +134,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         if self._was_used:
             raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
-        environment = self._environment()
+        environment = self._settings()
         _warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
         self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
@@ -314,7 +314,7 @@ class Recorder:
                 _SECTION,
             )
 
-    def _environment(self) -> Environment:
+    def _settings(self) -> Environment:
         target = self._target
         return environment_of(
             target.module,

@@ -20,10 +20,9 @@ from lightning.pytorch.strategies import DDPStrategy as _TrainerStrategy
 from torch import nn
 
 from legacy_ddp._check_settings import Checks, Level, LossScaler, as_checks, as_names
-from legacy_ddp._environment import resolve_checks, resolve_timeout
 from legacy_ddp._errors import LostPeerError, UnsynchronizedStepError, argument_errors
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._settings import INSTEAD, Settings, refuse_unknown
+from legacy_ddp._settings import INSTEAD, Settings, refuse_unknown, resolve_checks, resolve_timeout
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 
 _START_METHODS = {"legacy_ddp": "popen", "legacy_ddp_spawn": "spawn", "legacy_ddp_fork": "fork"}

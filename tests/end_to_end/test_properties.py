@@ -18,9 +18,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._agreement.header import Header, Headers, encode_double, encode_header
-from legacy_ddp._buckets import plan
-from legacy_ddp._buckets.layout import Bucket, cut_runs, distinct, plan_layout
+from legacy_ddp._memory import plan
+from legacy_ddp._memory.layout import (
+    Bucket,
+    cut_runs,
+    distinct,
+    plan_layout,
+)
+from legacy_ddp._ranks.header import (
+    Header,
+    Headers,
+    encode_double,
+    encode_header,
+)
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import MISSING, compare_rows, name_ranks
 from tests.helpers.ranks import run_ranks

@@ -25,7 +25,7 @@ SIZES = (5, 300_000, 64)
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.thorough,  # tests/transport has the same sums and the same loss on hosts of one network
+    pytest.mark.thorough,  # tests.ranks has the same sums and the same loss on hosts of one network
     pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted())),
 ]
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from legacy_ddp._buckets.segment import Segment
 from legacy_ddp._interrupts import run_in_children
+from legacy_ddp._memory.segment import Segment
 
 BYTES = 2**16 + 5
 LONGEST_SECONDS = 0.004

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
-from legacy_ddp._transport import first_meeting
+from legacy_ddp._ranks import first_meeting
 from tests.helpers.paths import ROOT
 
 # How does a test get a host of its own: network, host name and processes that nobody else sees?

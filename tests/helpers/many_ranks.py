@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from legacy_ddp._interrupts import OwnedLock
+from legacy_ddp._ranks.call import Call, GroupState
+from legacy_ddp._ranks.header import Operation
 from legacy_ddp._settings import Settings
-from legacy_ddp._transport.call import Call, GroupState
-from legacy_ddp._transport.rows import Operation
 
 T = TypeVar("T")
 _SECONDS = 60.0

@@ -116,7 +116,7 @@ def run_script(
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
-        env=_environment(environment),
+        env=_settings(environment),
         capture_output=True,
         text=True,
         timeout=limit_seconds,
@@ -201,7 +201,7 @@ def _script(
     output, errors = said.with_suffix(".output"), said.with_suffix(".errors")
     output.touch()
     errors.touch()
-    return Script(command, _environment(variables), str(cwd), str(output), str(errors), forks_children, preloaded)
+    return Script(command, _settings(variables), str(cwd), str(output), str(errors), forks_children, preloaded)
 
 
 def _completed(script: Script, code: int) -> subprocess.CompletedProcess[str]:
@@ -209,7 +209,7 @@ def _completed(script: Script, code: int) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(script.command, code, *said)
 
 
-def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+def _settings(more: Mapping[str, str] | None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(more or {})}
 
 

@@ -3,8 +3,8 @@
 A process with another size runs no further jobs (``tests/helpers/processes.py``).
 """
 
-from legacy_ddp._buckets import plan
-from legacy_ddp._collectives import broadcast, host_sum
+from legacy_ddp._call import broadcast, host_sum
+from legacy_ddp._memory import plan
 
 DEFAULT_CHUNK_NUMEL = host_sum.CHUNK_NUMEL
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import register_module_forward_hook
 
-from legacy_ddp._buckets import plan
+from legacy_ddp._memory import plan
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.ranks import RankFailure, run_ranks
 

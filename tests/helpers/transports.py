@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._environment import TRANSPORT_VARIABLE
+from legacy_ddp._settings import TRANSPORT_VARIABLE
 from tests.helpers import devices, tiers
 
 HOST, GLOO, DEVICE = "host", "gloo", "device"

@@ -2,7 +2,7 @@
 
     python tests/mutants/run.py                           # every mutant, with the tests of its row
     python tests/mutants/run.py --only "layout|streak"    # names that match a pattern
-    python tests/mutants/run.py --tests "tests/agreement" # these tests for all mutants
+    python tests/mutants/run.py --tests "tests/ranks"     # these tests for all mutants
     python tests/mutants/run.py --marks "not thorough"    # of the tests of each row, those of make test
 
 A mutant is killed by a failed test, and survives if all tests pass. A run at the time limit proves nothing: a machine

@@ -15,15 +15,15 @@ class Mutant(NamedTuple):
     killers: str
 
 
-_PRECEDENCE = "tests/agreement/test_precedence.py"
-_CONTEXT = "tests/agreement/test_context.py"
-_EXCHANGES = "tests/collectives/test_exchanges.py"
-_HEADER = "tests/agreement/test_header_faults.py"
+_PRECEDENCE = "tests/ranks/test_precedence.py"
+_CONTEXT = "tests/ranks/test_context.py"
+_EXCHANGES = "tests/call/test_exchanges.py"
+_HEADER = "tests/ranks/test_header_faults.py"
 _LOST = "tests/watchdog/test_lost_ranks.py"
-_LATE = "tests/collectives/test_late_nonfinite.py -k later_by_all"
-_LATE_RANK = "tests/collectives/test_late_rank.py"
+_LATE = "tests/call/test_late_nonfinite.py -k later_by_all"
+_LATE_RANK = "tests/call/test_late_rank.py"
 _LATE_DIGESTS = "tests/replicas/test_late_digests.py -k later_by_all"
-_ABSENT = "tests/collectives/test_absent_gradients.py"
+_ABSENT = "tests/call/test_absent_gradients.py"
 _PAYLOADS = "tests/watchdog/test_payloads.py"
 _INTERRUPTS = "tests/test_interrupts.py"
 _KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
@@ -33,7 +33,7 @@ AGREEMENT = (
         "classes of modules are not compared",
         "{**(module or {}), **build_inventory(parameters",
         "{**build_inventory(parameters",
-        "tests/agreement/test_wrap_order.py -k another_order",
+        "tests/ranks/test_wrap_order.py -k another_order",
     ),
     Mutant(
         "names of metrics before the meaning of the call",
@@ -51,7 +51,7 @@ AGREEMENT = (
         "every distinct value is sent by rank 0",
         "self._collect(data, [(ranks[0], size)",
         "self._collect(data, [(0, size)",
-        "tests/agreement/test_many_ranks.py -k in_order",
+        "tests/ranks/test_many_ranks.py -k in_order",
     ),
     Mutant(
         "a row of several ranks counts for the first of them",
@@ -93,13 +93,13 @@ AGREEMENT = (
         "a rank that left join() has a number of steps",
         "if not row.flags & Flag.JOINED]  # other ranks make no more steps",
         "if row is not None]",
-        "tests/collectives/test_join.py -k host",
+        "tests/call/test_join.py -k host",
     ),
     Mutant(
         "unknown numbers of steps are compared",
         "if not all(rows[rank].flags & Flag.STEPS_KNOWN for",
         "if not any(rows[rank].flags & Flag.STEPS_KNOWN for",
-        "tests/step_guard/test_step_counter.py tests/collectives/test_edited.py -k nothing_is or without_the_check",
+        "tests/steps/test_step_counter.py tests/call/test_edited.py -k nothing_is or without_the_check",
     ),
     Mutant(
         "numbers of steps are not part of equal work",
@@ -117,7 +117,7 @@ AGREEMENT = (
         "micro-batches of ranks that skip count",
         '    ranks = _participants(rows)\n    return compare_rows([{"micro-batches since',
         '    ranks = list(range(len(rows)))\n    return compare_rows([{"micro-batches since',
-        "tests/agreement/test_agreement.py -k skips",
+        "tests/ranks/test_agreement.py -k skips",
     ),
     Mutant(
         "two sets of metrics are equal",
@@ -135,19 +135,19 @@ AGREEMENT = (
         "sample sizes are not added",
         "self.divisor = sum(sizes)",
         "self.divisor = max(sizes)",
-        f"{_HEADER} tests/collectives/test_all_reduce.py -k test_skip_goes or all_reduce",
+        f"{_HEADER} tests/call/test_all_reduce.py -k test_skip_goes or all_reduce",
     ),
     Mutant(
         "sample_size=0 takes part",
         "self.participation == Participation.SAMPLES and self.sample_size > 0",
         "self.participation == Participation.SAMPLES and self.sample_size >= 0",
-        "tests/collectives/test_all_reduce.py -k no_part or takes_part",
+        "tests/call/test_all_reduce.py -k no_part or takes_part",
     ),
     Mutant(
         "absent gradients decide the kind",
         "lowest = torch.where(own == ABSENT, 0, 255 - own)",
         "lowest = 255 - own",
-        "tests/collectives/test_sparse.py -k host",
+        "tests/call/test_sparse.py -k host",
     ),
     Mutant(
         "ranks that failed alike still wait",
@@ -162,55 +162,55 @@ COLLECTIVES = (
         "zeros of backward count as cleared gradients",
         "(own.was_written(parameter.grad) and own.is_alone(hooks))",
         "own.is_alone(hooks)",
-        "tests/collectives/test_untrained.py -k with_an_effect",
+        "tests/call/test_untrained.py -k with_an_effect",
     ),
     Mutant(
         "gradients cleared in place are not noticed",
         "kinds[own.index] == ABSENT or (own.was_written(parameter.grad) and",
         "kinds[own.index] == ABSENT or (False and",
-        "tests/collectives/test_untrained.py -k without_effect",
+        "tests/call/test_untrained.py -k without_effect",
     ),
     Mutant(
         "a write through .data is no write",
         "and not self._has_other_values(parameters, unwritten)",
         "",
-        "tests/collectives/test_untrained.py -k with_an_effect",
+        "tests/call/test_untrained.py -k with_an_effect",
     ),
     Mutant(
         "a parameter that took the place of another is not noticed",
         "if first.get(slot.name) is not internals.identity(parameter)",
         "if slot.name not in first",
-        "tests/collectives/test_untrained.py -k without_effect",
+        "tests/call/test_untrained.py -k without_effect",
     ),
     Mutant(
         "old gradients of an optimizer are new ones",
         "self.idle += before is not None and before[0] is mark[0] and before[1] == mark[1]",
         "",
-        "tests/collectives/test_untrained.py -k without_effect",
+        "tests/call/test_untrained.py -k without_effect",
     ),
     Mutant(
         "what changes in a no_sync() block is a forgotten call",
         "            else:\n                self._seen = self._read()",
         "            else:\n                pass",
-        "tests/collectives/test_forgotten_call.py",
+        "tests/call/test_forgotten_call.py",
     ),
     Mutant(
         "values of weights are not compared after a forgotten call",
         "version != now or not torch.equal(values, present)",
         "version != now",
-        "tests/collectives/test_forgotten_call.py",
+        "tests/call/test_forgotten_call.py",
     ),
     Mutant(
         "one written parameter is a forgotten call",
         "2 * sum(changed) <= len(changed)",
         "not any(changed)",
-        "tests/collectives/test_forgotten_call.py",
+        "tests/call/test_forgotten_call.py",
     ),
     Mutant(
         "the call of another counter is no call",
         "all(hook.counts[hook.index] and not hook.is_consumed",
         "any(hook.counts[hook.index] and not hook.is_consumed",
-        "tests/collectives/test_forgotten_call.py",
+        "tests/call/test_forgotten_call.py",
     ),
     Mutant(
         "frozen parameters of one rank are shared",
@@ -234,19 +234,19 @@ COLLECTIVES = (
         "results do not reach the memory of the script",
         "not self.as_views or index in self._held",
         "not self.as_views",
-        "tests/buckets/test_script_memory.py -k in_every_step",
+        "tests/memory/test_script_memory.py -k in_every_step",
     ),
     Mutant(
         "results overlap in memory",
         "if self._of_parameters.overlaps(start, stop) or self._of_results.overlaps(start, stop):",
         "if False:",
-        "tests/buckets/test_script_memory.py -k overlaps",
+        "tests/memory/test_script_memory.py -k overlaps",
     ),
     Mutant(
         "segments that other ranks write to are kept after a failure",
         "if any(call.segments.serials) or call.phase_name in",
         "if call.phase_name in",
-        f"{_KILLED} tests/collectives/test_gradients_after_failures.py",
+        f"{_KILLED} tests/call/test_gradients_after_failures.py",
     ),
     Mutant(
         "an agreed error drops the gradients",
@@ -282,13 +282,13 @@ COLLECTIVES = (
         "a step with a NaN is not skipped",
         "agreement.leave_out_all()",
         "pass",
-        "tests/collectives/test_nonfinite_skip.py",
+        "tests/call/test_nonfinite_skip.py",
     ),
     Mutant(
         "a streak of non-finite gradients never ends",
         "self._warned.discard(weakref.ref(call.groups))",
         "pass",
-        "tests/collectives/test_nonfinite.py -k warnings_are_logged or told_by_default",
+        "tests/call/test_nonfinite.py -k warnings_are_logged or told_by_default",
     ),
     Mutant(
         "every non-finite gradient of a streak is described",
@@ -360,25 +360,25 @@ COLLECTIVES = (
         "a scale of 1 may overflow",
         "scale is not None and 1 < scale < math.inf",
         "scale is not None and 1 <= scale < math.inf",
-        "tests/collectives/test_nonfinite.py -k scaler_did_not_make or recognised_by_its_use",
+        "tests/call/test_nonfinite.py -k scaler_did_not_make or recognised_by_its_use",
     ),
     Mutant(
         "sums of metrics are rounded term by term",
         "return math.fsum(values)",
         "return sum(values)",
-        "tests/collectives/test_metrics.py -k sums",
+        "tests/call/test_metrics.py -k sums",
     ),
     Mutant(
         "the names of metrics are always those of rank 0, also after its join()",
         "names = next(filter(None, call.gather_objects(names)))",
         "names = call.gather_objects(names)[0]",
-        "tests/collectives/test_metrics.py -k has_left_join",
+        "tests/call/test_metrics.py -k has_left_join",
     ),
     Mutant(
         "the part of a rank is misplaced behind the first run",
         "place = start + (stop - start) * index // size",
         "place = start + stop * index // size",
-        "tests/collectives/test_between_hosts.py -k without_a_gradient",
+        "tests/call/test_between_hosts.py -k without_a_gradient",
     ),
     Mutant(
         "no barrier between zeros and the sum",
@@ -390,31 +390,31 @@ COLLECTIVES = (
         "any divisor is a product with its reciprocal",
         "if mantissa == 0.5:",
         "if mantissa >= 0.5:",
-        "tests/collectives/test_host_sum.py -k divided_by_any",
+        "tests/call/test_host_sum.py -k divided_by_any",
     ),
     Mutant(
         "the narrower dtype holds the sum",
         "if torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:",
         "if torch.finfo(total.dtype).max < torch.finfo(own.dtype).max:",
-        "tests/collectives/test_host_dtypes.py tests/collectives/test_dtypes.py -k overflow or range or documented",
+        "tests/call/test_host_dtypes.py tests/call/test_dtypes.py -k overflow or range or documented",
     ),
     Mutant(
         "fp16 is divided twice",
         "return before, divisor / before",
         "return before, float(divisor)",
-        "tests/collectives/test_dtypes.py -k fp16",
+        "tests/call/test_dtypes.py -k fp16",
     ),
     Mutant(
         "missing gradients are not zero",
         "buffer.zero(own_kinds, runs=runs, flat=flat)",
         "pass",
-        "tests/collectives/test_between_hosts.py tests/collectives/test_sparse.py -k without_a_gradient or differ",
+        "tests/call/test_between_hosts.py tests/call/test_sparse.py -k without_a_gradient or differ",
     ),
     Mutant(
         "between hosts nothing is divided",
         "divide(chunk, carried, after)",
         "divide(chunk, carried, 1.0)",
-        "tests/collectives/test_between_hosts.py -k ranks_and_whole_hosts",
+        "tests/call/test_between_hosts.py -k ranks_and_whole_hosts",
     ),
     Mutant(
         "one rank without evidence hides edited gradients",
@@ -426,7 +426,7 @@ COLLECTIVES = (
         "rank 0 is the source of every broadcast",
         "options.rootTensor = src, 0",
         "options.rootTensor = 0, 0",
-        "tests/collectives/test_broadcast.py -k every_dtype",
+        "tests/call/test_broadcast.py -k every_dtype",
     ),
     Mutant(
         "a repeated call divides again",
@@ -474,13 +474,13 @@ COLLECTIVES = (
         "a scaler that was passed does not count as the process ends",
         "(ring.is_told or ring.has_scaler or",
         "(ring.is_told or",
-        "tests/collectives/test_late_nonfinite.py -k process_ends",
+        "tests/call/test_late_nonfinite.py -k process_ends",
     ),
     Mutant(
         "a rounded sample_size is taken",
         "if abs(number) >= (limit :=",
         "if number < 0 * (limit :=",
-        "tests/collectives/test_all_reduce.py -k counts_nothing",
+        "tests/call/test_all_reduce.py -k counts_nothing",
     ),
     Mutant(
         "zeros for absent gradients are what the slot held before",
@@ -519,37 +519,37 @@ TRANSPORT = (
         "a message of another size is a row",
         "if not _is_begun(piece, kind, size) or len(piece) != _HEAD.size + size:",
         "if piece[:1] != kind:",
-        "tests/transport/test_star.py -k another_length",
+        "tests/ranks/test_star.py -k another_length",
     ),
     Mutant(
         "the sender of a notice is the lost rank",
         "if kind not in _NOTICES:",
         "if kind != _LATE:",
-        "tests/transport/test_star.py -k connection_closed",
+        "tests/ranks/test_star.py -k connection_closed",
     ),
     Mutant(
         "the hub keeps the end of patience to itself",
         "self._tell(kind, about, rank)",
         "pass",
-        "tests/transport/test_star.py -k gives_up",
+        "tests/ranks/test_star.py -k gives_up",
     ),
     Mutant(
         "a rank leaves for a lost one without a notice",
         "self.star.give_up(is_late=isinstance(error, SyncTimeoutError))",
         "pass",
-        "tests/transport/test_tree_faults.py -k error_of_gloo",
+        "tests/ranks/test_tree_faults.py -k error_of_gloo",
     ),
     Mutant(
         "a hub asks for no room for the ranks below it",
         "self._check_room(count + below)",
         "self._check_room(0)",
-        "tests/transport/test_lost_groups.py -k hub_without_room",
+        "tests/ranks/test_lost_groups.py -k hub_without_room",
     ),
     Mutant(
         "a rank tells nobody of a loss as the tree connects",
         "self.tell(self.error_of(error))",
         "pass",
-        "tests/transport/test_tree_faults.py -k as_the_tree_connects",
+        "tests/ranks/test_tree_faults.py -k as_the_tree_connects",
     ),
     Mutant(
         "a late rank is a lost rank",
@@ -573,31 +573,31 @@ TRANSPORT = (
         "a problem of a lower rank comes before a problem of more weight",
         "for texts in zip(*rows, strict=True) for rank, text in enumerate(texts) if text",
         "for rank, texts in enumerate(rows) for text in texts if text",
-        "tests/transport/test_refused_calls.py tests/transport/test_choice.py",
+        "tests/ranks/test_refused_calls.py tests/ranks/test_choice.py",
     ),
     Mutant(
         "no rank has a spare segment",
         "return [SegmentIds(tuple(serials), has_spare)",
         "return [SegmentIds(tuple(serials), False)",
-        "tests/transport/test_star.py -k segments_arrive",
+        "tests/ranks/test_star.py -k segments_arrive",
     ),
     Mutant(
         "old segments stay mapped",
         "(2 * used if current.has_spare else used)",
         "4 * used",
-        "tests/collectives/test_host_sum.py -k pile_up",
+        "tests/call/test_host_sum.py -k pile_up",
     ),
     Mutant(
         "the ranks that arrived are missing",
         'if not of_generation.check([f"begun/{other}"])',
         'if of_generation.check([f"begun/{other}"])',
-        "tests/transport/test_lost_groups.py -k never_constructs",
+        "tests/ranks/test_lost_groups.py -k never_constructs",
     ),
     Mutant(
         "a shared memory that was asked for may be missing",
         "if settings.transport == HOST and self._groups.size > 1 and",
         "if False and",
-        "tests/transport/test_choice.py -k asked_for",
+        "tests/ranks/test_choice.py -k asked_for",
     ),
 )
 
@@ -606,13 +606,13 @@ REPLICAS = (
         "names of buffers are compared in the first call alone",
         "        if self._compared.get(step.call.groups) is not self._names:\n            step.header",
         "        if step.call.groups not in self._compared:\n            step.header",
-        "tests/collectives/test_buffer_names.py -k next_call",
+        "tests/call/test_buffer_names.py -k next_call",
     ),
     Mutant(
         "the walk does not see a buffer that was None",
         "tree.append([name for name, buffer in buffers.items() if buffer is not None])",
         "tree.append([*buffers])",
-        "tests/collectives/test_buffer_names.py -k next_call",
+        "tests/call/test_buffer_names.py -k next_call",
     ),
     Mutant(
         "a difference is dated from the call whose digest agreed",
@@ -624,19 +624,19 @@ REPLICAS = (
         "a broadcast is advised where it raises",
         "_UNLIKE if unlike_tensors(report.differences) else _NEXT_STEP",
         "_NEXT_STEP",
-        "tests/collectives/test_buffer_names.py -k not_advised",
+        "tests/call/test_buffer_names.py -k not_advised",
     ),
     Mutant(
         "the scale of a quantized tensor is not digested",
         "checksum = zlib.crc32(internals.quantizer_of(tensor).encode(), checksum)",
         "pass",
-        "tests/collectives/test_odd_tensors.py -k alone_changes",
+        "tests/call/test_odd_tensors.py -k alone_changes",
     ),
     Mutant(
         "quantized tensors are broadcast as they are",
         "internals.integers_of(tensor.detach()) if tensor.is_quantized else tensor.detach()",
         "tensor.detach()",
-        "tests/collectives/test_odd_tensors.py -k several_scales",
+        "tests/call/test_odd_tensors.py -k several_scales",
     ),
     Mutant(
         "one rank with a digest is enough",
@@ -717,7 +717,7 @@ WATCHDOG = (
         "a rank out of data is missing",
         "return self.sample is not None and self.sample.phase == OUT_OF_DATA and not self.has_ended",
         "return False",
-        "tests/collectives/test_join.py -k out_of_data",
+        "tests/call/test_join.py -k out_of_data",
     ),
     Mutant(
         "a dead process is silent",
@@ -825,7 +825,7 @@ WATCHDOG = (
         "a call that met no rank counts",
         "        if has_met:\n            self._met",
         "        if True:\n            self._met",
-        "tests/agreement/test_blame.py -k interrupted_before",
+        "tests/ranks/test_blame.py -k interrupted_before",
     ),
     Mutant(
         "a second failure is not written down",
@@ -876,56 +876,56 @@ STEPS = (
         "a result divided again is marked on the ranks that hold it alone",
         "stale, marked, fresh = step.call.maximum(torch.stack([stale, marked, fresh])).bool()",
         "stale, marked, fresh = torch.stack([stale, marked, fresh]).bool()",
-        "tests/step_guard/test_divided_results.py -k three_ranks",
+        "tests/steps/test_divided_results.py -k three_ranks",
     ),
     Mutant(
         "a result that some ranks have cleared is whole",
         "(stale & (marked | fresh | is_divided))",
         "(stale & (marked | is_divided))",
-        "tests/step_guard/test_divided_results.py -k not_stepped",
+        "tests/steps/test_divided_results.py -k not_stepped",
     ),
     Mutant(
         "a plain call forgets which results were divided again",
         "if not (is_weighted or self.divided):",
         "if not is_weighted:",
-        "tests/step_guard/test_divided_results.py -k not_stepped",
+        "tests/steps/test_divided_results.py -k not_stepped",
     ),
     Mutant(
         "earlier results are looked for behind the copy",
         "        grads = _collect(plan, leaves, header, reader)\n",
         "        grads = _collect(plan, leaves, header, reader)\n        stale = counter.stale(plan.parameters, "
         "is_weighted=header.participation == Participation.SAMPLES)\n",
-        "tests/step_guard/test_divided_results.py -k not_stepped",
+        "tests/steps/test_divided_results.py -k not_stepped",
     ),
     Mutant(
         "a layer frozen for the first time is forgotten",
         "return internals.identity(grad) if hook.counts[hook.index] and not hook.is_consumed else None",
         "return None",
-        "tests/step_guard/test_frozen_gradients.py",
+        "tests/steps/test_frozen_gradients.py",
     ),
     Mutant(
         "every gradient since the first pass is half a gradient",
         "if 0 <= hook.first_pass <= last and",
         "if 0 <= hook.first_pass and",
-        "tests/step_guard/test_passes.py -k half_a_backward",
+        "tests/steps/test_passes.py -k half_a_backward",
     ),
     Mutant(
         "a gradient that was cleared in place belongs to its first pass",
         "is_added=counts[index] > 0 and (is_continued or thread != self.thread)",
         "is_added=counts[index] > 0",
-        "tests/step_guard/test_passes.py -k half_a_backward",
+        "tests/steps/test_passes.py -k half_a_backward",
     ),
     Mutant(
         "a block with half a backward is a leaf",
         "        check_complete(self._counter.incomplete(plan.parameters))\n        grads = self._grads_of(plan)",
         "        grads = self._grads_of(plan)",
-        "tests/step_guard/test_passes.py -k half_a_backward",
+        "tests/steps/test_passes.py -k half_a_backward",
     ),
     Mutant(
         "passes inside of a pass are micro-batches",
         "return min(largest, passes.forwards) if passes.has_nested and passes.forwards else largest",
         "return largest",
-        "tests/step_guard/test_passes.py -k reentrant",
+        "tests/steps/test_passes.py -k reentrant",
     ),
 )
 
@@ -997,13 +997,13 @@ WORDS = (
         "a hook before the hook that counts may step",
         " or (internals.inside_backward() and not hook.was_reduced(parameter.grad))",
         "",
-        "tests/step_guard/test_guard.py -k names_the_hook",
+        "tests/steps/test_guard.py -k names_the_hook",
     ),
     Mutant(
         "a record of no_sync() has a plain dict of metrics",
         "SyncRecord(call=0, synchronized=False, metrics=NoMetrics())",
         "SyncRecord(call=0, synchronized=False)",
-        "tests/collectives/test_metrics.py -k nothing_was_exchanged",
+        "tests/call/test_metrics.py -k nothing_was_exchanged",
     ),
     Mutant(
         "the plan of the first micro-batch is forgotten",

@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from legacy_ddp._replicas import digest as digests
-from legacy_ddp._replicas.digest import add_memory, begin_digest, digest_all, has_memory
+from legacy_ddp._replicas import state as digests
 from legacy_ddp._replicas.rotation import MAX_PARTS, SMALLEST_PART, TENSOR_COST, divide
+from legacy_ddp._replicas.state import (
+    add_memory,
+    begin_digest,
+    digest_all,
+    has_memory,
+)
 from legacy_ddp.debug._operations.digest import digest, digest_each
 
 # A digest changes with any bit and any order of the bits, and with nothing else

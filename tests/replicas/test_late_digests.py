@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, debug
-from legacy_ddp._replicas import digest
-from legacy_ddp._replicas.digest import begin_sums
+from legacy_ddp._replicas import state
+from legacy_ddp._replicas.state import begin_sums
 from tests.helpers import logged_warnings
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
@@ -202,7 +202,7 @@ def test_a_sum_is_the_digest_of_the_joined_bytes() -> None:
 
 
 def test_every_32_mib_have_a_sum_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "SUM_BYTES", 64)
+    monkeypatch.setattr(state, "SUM_BYTES", 64)
     data = torch.arange(200, dtype=torch.uint8)
 
     assert _sum(data[:50], data[50:]) == [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
-from legacy_ddp._buckets.layout import distinct
+from legacy_ddp._memory.layout import distinct
 from legacy_ddp._replicas.attribution import Verdict
 from legacy_ddp._replicas.history import StateHistory
 from legacy_ddp._replicas.report import (

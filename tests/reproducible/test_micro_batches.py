@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._buckets import private_fork
-from legacy_ddp._buckets.layout import Bucket
-from legacy_ddp._buckets.segment import SegmentPolicy
-from legacy_ddp._reproducible import partial_sums
-from legacy_ddp._reproducible.partial_sums import PartialSums
-from legacy_ddp._reproducible.tree_reduce import why_no_nodes
+from legacy_ddp import Checks, LegacyDistributedDataParallel, _reproducible
+from legacy_ddp._memory import segment
+from legacy_ddp._memory.layout import Bucket
+from legacy_ddp._memory.segment import SegmentPolicy
+from legacy_ddp._ranks.tree_reduce import why_no_nodes
+from legacy_ddp._reproducible import PartialSums
 from tests.helpers import logged_warnings
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
@@ -306,7 +305,7 @@ def test_memory_is_taken_in_the_first_step_only(world_size: int) -> None:
 
 # Partial sums of the leaves of a bucket: the bits of the tree in the dtype of the sums
 
-CHUNK = partial_sums._CONVERTED_NUMEL
+CHUNK = _reproducible._CONVERTED_NUMEL
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -367,7 +366,7 @@ def _flat_tensors(rank: int, each: int) -> int:
         take(wrapped, Window([[torch.ones(size)]] * (2 * each), [1] * (2 * each), in_blocks), rank, 2)
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     found = {tensor.data_ptr() for tensor in tensors if tensor.numel() == size}
-    found -= {address for address, mapping in private_fork._mappings.items() if mapping.descriptor < 0}
+    found -= {address for address, mapping in segment._mappings.items() if mapping.descriptor < 0}
     return len(found - {parameter.data_ptr() for parameter in wrapped.parameters()})
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp._transport.call import Call
+from legacy_ddp._ranks.call import Call
 from legacy_ddp._watchdog import USER_CODE, process_activity
 from legacy_ddp._watchdog.process import Activity, Sample
 from tests.helpers.rank_faults import do_when

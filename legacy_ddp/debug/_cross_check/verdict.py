@@ -11,8 +11,6 @@ from typing import Literal
 
 from legacy_ddp._replicas.element_compare import ElementDifference
 from legacy_ddp._text import MAX_LINES, MISSING, Difference, group_ranks, name_ranks, outside_majority, wrap
-from legacy_ddp.debug._cross_check.settings import MODULE, RUN, describe_settings, name_setting
-from legacy_ddp.debug._operations.describe import Labels, details, numbers, summary
 from legacy_ddp.debug._operations.meaning import (
     CROSS_CHECK,
     Explanation,
@@ -23,7 +21,19 @@ from legacy_ddp.debug._operations.meaning import (
     explain_by,
     has_unknown_source,
 )
-from legacy_ddp.debug._operations.operation import OperationDifference
+from legacy_ddp.debug._operations.operation import (
+    Labels,
+    OperationDifference,
+    details,
+    numbers,
+    summary,
+)
+from legacy_ddp.debug._trace.environment import (
+    MODULE,
+    RUN,
+    describe_settings,
+    name_setting,
+)
 
 Digests = tuple[int, ...]
 Kind = Literal["equal", "differs", "once", "nondeterministic"]

@@ -8,9 +8,19 @@ from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Answer, Divergence, OperationFinding, OperationRow
 from legacy_ddp.debug._operations.align import aligned, differing, first_difference
-from legacy_ddp.debug._operations.describe import Labels, aspects, at, before, details, short, summary
 from legacy_ddp.debug._operations.meaning import Facts, explain
-from legacy_ddp.debug._operations.operation import Operation, OperationDifference, with_after_backward
+from legacy_ddp.debug._operations.operation import (
+    Labels,
+    Operation,
+    OperationDifference,
+    aspects,
+    at,
+    before,
+    details,
+    short,
+    summary,
+    with_after_backward,
+)
 from legacy_ddp.debug._trace.read import span
 from legacy_ddp.debug._trace.records import Environment
 

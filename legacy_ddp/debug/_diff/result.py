@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from legacy_ddp._text import MAX_LINES, MAX_SIDES, name_ranks, table, wrap
-from legacy_ddp.debug._operations.describe import at, numbers
+from legacy_ddp.debug._operations.operation import at, numbers
 from legacy_ddp.debug._trace.records import PHASE_LABELS
 
 Answer = Literal["same", "different", "unknown"]

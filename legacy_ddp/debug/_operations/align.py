@@ -10,8 +10,15 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import chain
 
-from legacy_ddp.debug._operations.describe import aspects
-from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Origin, Value, other_parameters
+from legacy_ddp.debug._operations.operation import (
+    Gap,
+    Operation,
+    OperationDifference,
+    Origin,
+    Value,
+    aspects,
+    other_parameters,
+)
 
 # Two sequences meet again where this many keys agree. A single key would meet by chance: operations repeat.
 _MEETING = 2

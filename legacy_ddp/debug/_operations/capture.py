@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._collectives.state import are_forwards_private
+from legacy_ddp._call.state import are_forwards_private
 from legacy_ddp._errors import LegacyDDPError
-from legacy_ddp._replicas.digest import is_digestible
+from legacy_ddp._replicas.state import is_digestible
 from legacy_ddp.debug._operations.digest import digest_each
 from legacy_ddp.debug._operations.operation import Operation, Stage, Value
 from legacy_ddp.debug._operations.signature import (

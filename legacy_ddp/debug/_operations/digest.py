@@ -21,7 +21,12 @@ from itertools import accumulate
 import torch
 
 from legacy_ddp._errors import argument_errors
-from legacy_ddp._replicas.digest import GAMMA, Begun, advance, as_bytes
+from legacy_ddp._replicas.state import (
+    GAMMA,
+    Begun,
+    advance,
+    as_bytes,
+)
 from legacy_ddp._torch.device import host_tensor_for, read_vectors
 
 # The numbers of rows and lanes are part of the definition of a digest. More rows leave fewer states to finish, more

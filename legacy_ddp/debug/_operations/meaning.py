@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from legacy_ddp.debug._operations.describe import (
+from legacy_ddp.debug._operations.operation import (
     Labels,
+    Operation,
+    OperationDifference,
+    Value,
     aspects_of,
     at,
     both,
@@ -16,7 +19,6 @@ from legacy_ddp.debug._operations.describe import (
     place,
     short,
 )
-from legacy_ddp.debug._operations.operation import Operation, OperationDifference, Value
 
 Facts = Mapping[str, tuple[str, str]]
 """Facts of the environment with another value on each side: name, and the value of either side."""

@@ -26,7 +26,7 @@ from legacy_ddp.debug._diff.result import (
     lines,
     on_ranks,
 )
-from legacy_ddp.debug._operations.describe import at
+from legacy_ddp.debug._operations.operation import at
 from legacy_ddp.debug._page.chart import Axis, Chart, Grid
 from legacy_ddp.debug._page.heatmap import parameter_chart, wait_chart
 from legacy_ddp.debug._page.line_charts import local_norm_chart, logged_charts, metric_charts, noise_scale_chart

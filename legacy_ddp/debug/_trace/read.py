@@ -313,7 +313,7 @@ class Run:
 def open_run(folder: Path) -> Run:
     """The run with its trace in ``folder``. Files of other names are ignored."""
     found = _rank_files(folder)
-    environments = {rank: _environment(path) for rank, path in sorted(found.items())}
+    environments = {rank: _settings(path) for rank, path in sorted(found.items())}
     sizes = {environment.world_size for environment in environments.values()}
     if len(sizes) > 1:
         raise TraceError(f"{folder} holds files of several runs: got world sizes {sorted(sizes)}, expected one run")
@@ -349,7 +349,7 @@ def _rank_files(folder: Path) -> dict[int, Path]:
     return found
 
 
-def _environment(path: Path) -> Environment:
+def _settings(path: Path) -> Environment:
     with open_trace(path) as file:
         environment, _ = first_line(path, file)
     if path.name != RANK_FILE.format(environment.rank):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._memory.layout import fingerprint
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._torch import device as devices

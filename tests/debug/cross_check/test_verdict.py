@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from legacy_ddp._text import compare_rows
-from legacy_ddp.debug._cross_check.settings import RankSettings, describe_settings, differing_settings
 from legacy_ddp.debug._cross_check.trial import difference_from, operation_from
 from legacy_ddp.debug._cross_check.verdict import (
     ON_ITS_RANK,
@@ -26,6 +25,7 @@ from legacy_ddp.debug._cross_check.verdict import (
 )
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._trace.environment import RankSettings, describe_settings, differing_settings
 from tests.helpers.operations import changed, model, operation, rewritten, value
 
 A, B, C = (1, 1), (1, 2), (1, 3)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp.debug._operations.align import Block, blocks, first_difference
-from legacy_ddp.debug._operations.describe import before
-from legacy_ddp.debug._operations.operation import Operation, Origin
+from legacy_ddp.debug._operations.operation import Operation, Origin, before
 from tests.helpers.operations import changed, model, operation, rewritten, value
 
 STEP = model()

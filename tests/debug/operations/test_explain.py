@@ -8,9 +8,8 @@ import pytest
 from legacy_ddp.debug._cross_check import verdict as of_cross_check
 from legacy_ddp.debug._operations import meaning as of_operations
 from legacy_ddp.debug._operations.align import first_difference
-from legacy_ddp.debug._operations.describe import details, place, summary
 from legacy_ddp.debug._operations.meaning import Explanation, explain
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.operation import Operation, details, place, summary
 from tests.helpers.operations import changed, model, numbered, operation, rewritten, value
 
 STEP = model()

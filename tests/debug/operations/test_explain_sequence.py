@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from legacy_ddp.debug._operations.align import first_difference
-from legacy_ddp.debug._operations.describe import details, summary
 from legacy_ddp.debug._operations.meaning import Explanation, explain
-from legacy_ddp.debug._operations.operation import Operation, OperationDifference, with_after_backward
+from legacy_ddp.debug._operations.operation import Operation, OperationDifference, details, summary, with_after_backward
 from tests.helpers.operations import changed, layer, model, operation, rewritten, value
 
 STEP = model()

@@ -1,1 +1,0 @@
-"""Headers of a call: their exchange, their comparison over all ranks, and the error for a mismatch."""

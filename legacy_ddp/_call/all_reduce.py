@@ -1,0 +1,214 @@
+"""The collective call: plan → pack → facts → agree → compare → route → reduce → alias → end → record."""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, SupportsIndex
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._call.check import LocalStep
+from legacy_ddp._call.pack import Arguments, Metrics, pack, sum_metrics
+from legacy_ddp._call.reduce import Payload, discard_gradients, kinds_of_results
+from legacy_ddp._call.state import Synchronizer, synchronizer_of
+from legacy_ddp._call.transport_choice import HOST, Transport
+from legacy_ddp._errors import AgreedError
+from legacy_ddp._log import LOGGER, log_call
+from legacy_ddp._memory.plan import Columns
+from legacy_ddp._ranks.agree import Agreement, agree, announce_failure
+from legacy_ddp._ranks.call import Call
+from legacy_ddp._ranks.header import Operation
+from legacy_ddp._ranks.private_groups import resolve_group
+from legacy_ddp._record import SyncRecord
+
+
+@internals.disable_dynamo
+def all_reduce(
+    synchronizer: Synchronizer,
+    parameters: Callable[[], Columns],
+    group: dist.ProcessGroup,
+    arguments: Arguments,
+    *,
+    flags: int = 0,
+    notice: Callable[[], Any] | None = None,
+) -> SyncRecord:
+    """Collective: reduce gradients. Each line is a step; docs/design.md says what each step guarantees.
+
+    ``parameters``: returns every parameter with all its names. ``flags``: further flags of the header. ``notice``:
+    starts the collective of join() before the header.
+    """
+    planner, leaves = synchronizer.planner, synchronizer.leaves
+    synchronizer.policy.clock.begin()
+    if synchronizer.observers.called:
+        synchronizer.observers.called.notify()
+    # As torch.no_grad(), but no signal handler runs between the last line and the caller, and in a tenth of the time.
+    was_enabled = torch.is_grad_enabled()
+    mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else internals.NO_MODE
+    try:
+        with mode, synchronizer.call(Operation.ALL_REDUCE, group) as call:
+            internals.set_grad_mode(False)  # behind inference_mode(False), which turns autograd on
+            if notice is not None:
+                call.await_notice(notice)
+            try:
+                transport = synchronizer.on_groups[group].transport
+                step = _prepare(synchronizer, transport, call, parameters, arguments, flags)
+            except Exception as error:
+                announce_failure(call, error)
+                raise
+            try:
+                agreement, metrics, reduced = _exchange(synchronizer, transport, step)
+            except AgreedError:
+                raise
+            except BaseException:
+                discard_gradients(call, step.plan, leaves)
+                raise
+            _end(synchronizer, step)
+    except BaseException:
+        planner.counter.note_failed_call()
+        raise
+    finally:
+        internals.set_grad_mode(was_enabled)
+    return _record(synchronizer, step, agreement, reduced, metrics)
+
+
+def _prepare(
+    synchronizer: Synchronizer,
+    transport: Transport,
+    call: Call,
+    parameters: Callable[[], Columns],
+    arguments: Arguments,
+    flags: int,
+) -> LocalStep:
+    """Local: plan, pack, and write the facts of this rank. Observers see the local gradients."""
+    if not call.groups.endpoints_exchanged:
+        call.prepare_watchdog()
+    planner, local, checks = synchronizer.planner, synchronizer.observers.local, synchronizer.checks
+    transport.before_pack()
+    with call.phase("plan"):
+        plan = planner.plan(parameters())
+    packed = pack(call, planner.counter, synchronizer.leaves, plan, arguments)
+    step = LocalStep(call, plan, packed, planner.counter, packed.header)
+    packed.header.flags |= flags
+    if local:
+        with call.phase("observe"):
+            local.notify(dict(packed.grads(plan)))
+    for check in checks.with_facts_on_cpu if plan.layout.is_on_cpu else checks.with_facts:
+        if check.is_on:
+            check.facts(step)
+    call.segments = transport.announce(plan, packed)
+    return step
+
+
+def _exchange(
+    synchronizer: Synchronizer, transport: Transport, step: LocalStep
+) -> tuple[Agreement, Mapping[str, float], Payload]:
+    """Collective: agree, compare, sum over the ranks, and give every parameter its new gradient."""
+    call, plan, packed, checks = step.call, step.plan, step.packed, synchronizer.checks
+    is_on_cpu = plan.layout.is_on_cpu
+    agreement = agree(
+        call,
+        packed.header,
+        plan.layout.inventory,
+        mismatches=checks.mismatches,
+        metrics=tuple(packed.metrics),
+        on_device=not is_on_cpu,
+    )
+    if call.settings.transport == HOST:
+        transport.require_host(call)
+    for check in checks.with_compare_on_cpu if is_on_cpu else checks.with_compare:
+        if check.is_on and (text := check.compare(step, agreement)):
+            synchronizer.warnings.add_everywhere(call, text, check.section)
+    has_metrics = packed.metrics or not agreement.is_uniform  # or another rank may have them
+    metrics = sum_metrics(call, agreement, packed.metrics) if has_metrics else {}
+    reduced = transport.settle(call, plan, packed).reduce(call, plan, packed, agreement)
+    with call.phase("alias"):
+        given = step.counter.given_gradients(plan.parameters)
+        plan.alias(kinds_of_results(call, reduced), reduced.sparse, given)
+    return agreement, metrics, reduced
+
+
+def _end(synchronizer: Synchronizer, step: LocalStep) -> None:
+    """Begin with the next step: every parameter has its new gradient."""
+    if synchronizer.leaves is not None:
+        synchronizer.leaves.end_step()
+    synchronizer.policy.clock.end_call()
+    step.counter.reset(step.plan.parameters)
+    step.call.group_state.waited_seconds = step.call.seconds["agree"]
+    for check in synchronizer.checks.with_end:
+        if check.is_on:
+            check.end(step)
+
+
+def _record(
+    synchronizer: Synchronizer,
+    step: LocalStep,
+    agreement: Agreement,
+    reduced: Payload,
+    metrics: Mapping[str, float],
+) -> SyncRecord:
+    """Ask the checks of rank 0, make the record, log the call and notify the observers."""
+    call, divisor = step.call, agreement.divisor
+    checks, observers = synchronizer.checks, synchronizer.observers
+    if call.groups.rank == 0:
+        for check in tuple(checks.observing):
+            if text := check.observe(step, agreement):
+                checks.observing.remove(check)
+                synchronizer.warnings.add(call, text, check.section)
+    record = SyncRecord(
+        call=call.number,
+        synchronized=True,
+        skipped=divisor == 0,
+        sample_size=agreement.sample_size,
+        divisor=divisor,
+        skipped_ranks=agreement.skipped_ranks,
+        payload_bytes=reduced.size_bytes,
+        seconds=call.seconds,
+        rank=call.groups.rank,
+        transport=reduced.transport,
+        metrics=metrics,
+        _headers=agreement.headers,
+    )
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        log_call(record.rank, str(call), record.payload_bytes, record.seconds)
+    if observers.reduced:
+        observers.reduced.notify(record)
+    return record
+
+
+def all_reduce_gradients(
+    module_or_params: nn.Module | Iterable[torch.Tensor],
+    *,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    sample_size: SupportsIndex | float | None = None,
+    skip: bool = False,
+    metrics: Metrics = None,
+) -> SyncRecord:
+    """The same as :meth:`LegacyDistributedDataParallel.all_reduce`, of a plain module without this wrapper.
+
+    Collective. The state between calls (flat buffers, counts) lives as long as the module, or the first of the
+    parameters. The ranks compare nothing before the first call. Parameters given without a module are named by their
+    position. The checks are the default checks, except for ``unsynchronized_step="allow"``; replicas and steps
+    are not compared.
+
+    Args:
+        module_or_params: a module, or parameters (not their gradients) of any shapes, in the same order on every rank.
+        process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
+        sample_size, skip, metrics: as for the wrapper.
+
+    Raises:
+        As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors; ValueError: no
+        tensor of the list requires grad.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> layer(inputs * rank).sum().backward()
+        >>> record = all_reduce_gradients(layer)
+        >>> layer.weight.grad  # the mean of 0, 3 and 6
+        tensor([[3., 3.]])
+    """
+    synchronizer, parameters = synchronizer_of(module_or_params)
+    arguments = Arguments(sample_size, skip, metrics)
+    return synchronizer.end_call(all_reduce(synchronizer, parameters, resolve_group(process_group), arguments))

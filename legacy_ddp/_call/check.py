@@ -1,0 +1,242 @@
+"""The interface of a check, and rows of numbers from a device for the checks that do not wait for it.
+
+A check gives the facts of a rank, and the errors and warnings that follow from the facts of all.
+
+In every call the device computes numbers and copies them, as a part of a row, to memory of the host. A part has its
+serial number at both ends: the host sees in memory alone, without a call into the driver, that the part is complete.
+
+Rows are complete at different times on the ranks. So the header of a call carries the newest complete row of a rank,
+and all ranks judge the rows up to the lowest of these numbers, in the same call. Rows are numbered by the calls on
+which all ranks have agreed: the number of a call is used again after an agreed error, and the row of such a call is
+dropped.
+"""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+from legacy_ddp._call.pack import Packed
+from legacy_ddp._errors import AgreedError
+from legacy_ddp._log import warn
+from legacy_ddp._memory.plan import Plan, Planner
+from legacy_ddp._ranks.agree import Agreement, Precedence
+from legacy_ddp._ranks.call import Call
+from legacy_ddp._ranks.header import Header
+from legacy_ddp._settings import Settings
+from legacy_ddp._steps.backward_counter import BackwardCounter
+from legacy_ddp._torch import device as devices
+
+RING_SIZE = 8  # rows on the way; with more the host waits
+_serials = count(1)  # of parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """Integers of a device in memory of the host: serial, the integers, serial.
+
+    ``answer``: the same on the device. Its memory is not used for anything else before the copy has run.
+    """
+
+    host: torch.Tensor
+    answer: torch.Tensor
+    serial: int
+
+    def is_complete(self) -> bool:
+        return int(self.host[0]) == self.serial == int(self.host[-1])
+
+    @property
+    def integers(self) -> torch.Tensor:
+        """The integers, of 32 bits, in memory that is used again for other rows."""
+        return self.host[1:-1]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row(Generic[T]):
+    """The numbers of a call. ``number``: of the call, among the calls on which all ranks have agreed. ``subject``: what
+    the numbers are about."""
+
+    number: int
+    subject: T
+    parts: Sequence[Part]
+
+
+class Ring(ABC, Generic[T]):
+    """The rows of a wrapper on a process group.
+
+    ``agreed``: number of calls on which all ranks have agreed, equal on all ranks. ``ready``: the newest complete row
+    of this rank. ``waiting``: rows that are not complete.
+    """
+
+    def __init__(self) -> None:
+        self.agreed = self.ready = 0
+        self.waiting: deque[Row[T]] = deque()
+        self._free: list[torch.Tensor] = []  # memory of the host
+
+    @abstractmethod
+    def take(self, row: Row[T]) -> None:
+        """Read a complete row. Its memory is used again."""
+
+    def begin_part(self, integers: torch.Tensor) -> Part:
+        """Copy integers of 32 bits, one dimension on a device, to the host. The host does not wait."""
+        serial, device = next(_serials) % (2**31 - 1) + 1, integers.device
+        end = torch.full((1,), serial, dtype=torch.int32, device=device)
+        answer = torch.cat([end, integers, end])
+        host = self._memory(answer.numel(), device)
+        host.copy_(answer, non_blocking=True)
+        return Part(host, answer, serial)
+
+    def add(self, subject: T, parts: Sequence[Part]) -> None:
+        """Add the row of the present call, before the ranks agree on it."""
+        if len(self.waiting) >= RING_SIZE:
+            self.wait()
+        self.waiting.append(Row(self.agreed + 1, subject, parts))
+
+    def drop_failed(self) -> bool:
+        """Drop the row of a call on which the ranks did not agree; return whether there was one."""
+        has_failed = False
+        while self.waiting and self.waiting[-1].number > self.agreed:
+            self._release(self.waiting.pop())
+            has_failed = True
+        return has_failed
+
+    def look(self) -> None:
+        while self.waiting and all(part.is_complete() for part in self.waiting[0].parts):
+            row = self.waiting.popleft()
+            self.ready = row.number
+            self.take(row)
+            self._release(row)
+
+    def wait(self) -> None:
+        self.look()
+        for device in {part.answer.device for row in self.waiting for part in row.parts}:
+            devices.synchronize(device)
+        self.look()
+
+    def _memory(self, numel: int, device: torch.device) -> torch.Tensor:
+        """Memory of the host for a part. A late copy of a dropped row ends before that of the next row begins."""
+        index = next((index for index, host in enumerate(self._free) if host.numel() == numel), None)
+        return devices.host_numbers(numel, device) if index is None else self._free.pop(index)
+
+    def _release(self, row: Row[T]) -> None:
+        self._free = [*self._free, *(part.host for part in row.parts)][-RING_SIZE * max(len(row.parts), 1) :]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The parameters to check: their settings, their planner, and their wrapper, None for all_reduce_gradients()."""
+
+    settings: Settings
+    planner: Planner
+    wrapper: nn.Module | None
+
+    @property
+    def wrapper_reference(self) -> Callable[[], nn.Module | None]:
+        """A weak reference to the wrapper, which refers to its checks."""
+        return (lambda: None) if self.wrapper is None else weakref.ref(self.wrapper)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """What this rank brings to a call. ``counter``: of backward passes. ``header``: the facts for the other ranks."""
+
+    call: Call
+    plan: Plan
+    packed: Packed
+    counter: BackwardCounter
+    header: Header
+
+
+class Check:
+    """A check of a set of parameters. A subclass overrides the methods that it needs; the methods here do nothing.
+
+    Every rank has an object of every check, whatever its settings. ``is_on``: the settings of this rank want the check,
+    and it was not closed. ``precedence``: the place of the error of :meth:`mismatch` among such errors. ``section``: of
+    docs/errors.md, about the warnings of the check.
+
+    Settings may differ between ranks. So a decision that ranks make together (an error, an exchange) follows from the
+    facts of all ranks, of which one is a flag that the rank takes part, and from memory that is equal on all ranks.
+
+    The methods are called in this order: ``facts``, ``mismatch``, ``compare``, ``end``, ``observe``. An error in one of
+    them ends the call, and the later methods are not called: what ``facts`` has consumed is then gone.
+
+    Example: legacy_ddp/_call/check_list.py has short checks.
+    """
+
+    precedence = Precedence.OTHER
+    section = ""
+    is_on = True
+
+    def __init__(self, subject: Subject) -> None:
+        """Local; may set :attr:`is_on`."""
+
+    def facts(self, step: LocalStep) -> None:
+        """Local, before the exchange: write facts of this rank to ``step.header``. An error reaches all ranks."""
+
+    def mismatch(self, rows: Sequence[Header]) -> AgreedError | None:
+        """The error that follows from the headers of all ranks alone. Pure; called on every rank, also without
+        ``is_on``, and only if the headers differ."""
+
+    def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """The text of a warning that every rank finds, None without one. May raise an AgreedError, on all ranks.
+
+        May be collective, but only where the facts of all ranks decide so. No gradient has moved yet.
+        """
+
+    def end(self, step: LocalStep) -> None:
+        """Local: every parameter has its new gradient."""
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """The text of a warning of rank 0 alone, after the call, None without one. Asked until there is a text. Never
+        collective."""
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """A forward of the wrapper begins: local, and without effect on the forward."""
+
+    def change_block(self, *, is_open: bool) -> None:
+        """The outermost ``no_sync()`` block begins (``is_open``), or has ended: local."""
+
+    def idle_call(self) -> str | None:
+        """A call inside no_sync() did nothing: local. The text of a warning, None without one."""
+
+    def restart(self) -> None:
+        """All ranks got the parameters of one rank: a difference between earlier calls is repaired."""
+
+    def restart_buffers(self) -> None:
+        """All ranks hold equal buffers, or are meant to: at construction, and after a broadcast of the buffers."""
+
+    def forget(self) -> None:
+        """The gradients since the last call are dropped."""
+
+
+class Warnings:
+    """The warnings of a set of parameters that wait for the end of the call.
+
+    ``pending``: the rank of the log record, the text, its section, and whether every rank has this text.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[int, str, str, bool]] = []
+
+    def add(self, call: Call, text: str, section: str) -> None:
+        """Add a warning of rank 0 alone."""
+        self.pending.append((0, call.name_in_full(text), section, False))
+
+    def add_everywhere(self, call: Call, text: str, section: str) -> None:
+        """Add a warning that every rank has."""
+        self.pending.append((call.groups.rank, call.name_in_full(text), section, True))
+
+    def emit(self) -> None:
+        """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
+        while self.pending:
+            rank, text, section, is_everywhere = self.pending.pop(0)
+            warn(rank, text, section, is_everywhere=is_everywhere)

@@ -1,0 +1,343 @@
+"""The route of packed gradients, and the reducers that use the collectives of a process group. Collective (payload).
+
+A route has the reducers of a call in order: those of dense gradients, then the one of sparse gradients. Division comes
+after the sum; only fp16 on the wire is divided before and after the sum, see :func:`split_divisor`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._call.pack import Packed
+from legacy_ddp._memory.flat_buffer import (
+    ABSENT,
+    DENSE,
+    SPARSE,
+    ZEROS,
+    FlatBuffer,
+)
+from legacy_ddp._memory.layout import (
+    Layout,
+    Run,
+    as_real,
+    cut_runs,
+    gradient_dtype,
+)
+from legacy_ddp._memory.plan import Plan
+from legacy_ddp._ranks.agree import Agreement, agree_on_kinds
+from legacy_ddp._ranks.call import Call
+from legacy_ddp._ranks.tree_reduce import TreeInput, tree_reduce
+from legacy_ddp._reproducible import LeafSums, Leaves
+
+# A smaller second collective costs more than it gains. More than two gain nothing: a gloo group has two threads.
+SMALLEST_PIECE_BYTES = 8 * 2**20
+
+
+@dataclass
+class Payload:
+    """The packed gradients of a call, what the ranks agreed on, and the result. Dense results go to the flat tensors.
+
+    ``transport``: of the route. ``kinds``: of every slot's reduced gradient. ``has_same_mask``: every rank has
+    gradients of these kinds. ``sparse``: the sparse results, by slot. ``size_bytes``: the bytes sent. ``prepared``:
+    left by :meth:`Reducer.prepare` for :meth:`Reducer.reduce`.
+    """
+
+    plan: Plan
+    packed: Packed
+    transport: str
+    kinds: Sequence[int]
+    has_same_mask: bool
+    divisor: int
+    sparse: dict[int, torch.Tensor] = field(default_factory=dict)
+    size_bytes: int = 0
+    prepared: Any = None
+
+
+class Reducer(ABC):
+    """One way to reduce gradients. ``buckets``: numbers of the buckets of a layout whose dense gradients it reduces."""
+
+    def __init__(self, buckets: Sequence[int]) -> None:
+        self.buckets = buckets
+        self._kinds: Sequence[int] | None = None
+        self._runs: tuple[tuple[Run, ...], ...] = ()
+
+    def prepare(self, call: Call, payload: Payload) -> None:  # noqa: B027 - most reducers prepare nothing
+        """Collective: run functions of the user, before the payload phase. No flat tensor changes."""
+
+    @abstractmethod
+    def reduce(self, call: Call, payload: Payload) -> int:
+        """Collective: replace the gradients by their sum over the ranks, divided by ``payload.divisor``.
+
+        Afterwards they have the same bits on every rank.
+
+        Returns:
+            The number of bytes summed.
+        """
+
+    def buffers_of(self, payload: Payload) -> list[tuple[FlatBuffer, slice]]:
+        """The buffers of :attr:`buckets`, each with the range of its slots among all slots."""
+        ranges = payload.plan.slot_ranges
+        return [ranges[index] for index in self.buckets]
+
+    def dense_runs(self, payload: Payload) -> tuple[tuple[Run, ...], ...]:
+        """The runs of slots with a dense gradient on any rank, and of small gaps between them, per bucket. Kept until
+        the kinds change."""
+        if payload.kinds != self._kinds:
+            are_dense = [kind == DENSE for kind in payload.kinds]
+            self._runs = tuple(
+                tuple(buffer.bucket.runs(are_dense[share], max_gap=buffer.bucket.max_gap))
+                for buffer, share in self.buffers_of(payload)
+            )
+            self._kinds = payload.kinds
+        return self._runs
+
+
+class Route:
+    """The reducers of all gradients of a layout, in order. ``transport``: of dense gradients on CPU."""
+
+    def __init__(self, layout: Layout, transport: str, parts: Sequence[Reducer]) -> None:
+        self.layout = layout
+        self.transport = transport
+        self._parts = parts
+        self._devices = [*dict.fromkeys(bucket.device for bucket in layout.buckets if bucket.device.type != "cpu")]
+        self._preparing = [part for part in parts if type(part).prepare is not Reducer.prepare]
+
+    def reduce(self, call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Payload:
+        """Collective: sum the packed gradients over the ranks and divide.
+
+        Raises:
+            CommHookError: the hook's result cannot be a gradient; no gradient changed.
+            LostPeerError: a rank was lost. The content of the flat tensors is then undefined, as after an interrupt.
+        """
+        if agreement.divisor == 0:
+            return Payload(plan, packed, self.transport, [ABSENT] * len(packed.kinds), has_same_mask=True, divisor=0)
+        kinds = packed.kinds if agreement.has_same_mask else agree_on_kinds(call, packed.kinds)
+        payload = Payload(plan, packed, self.transport, kinds, agreement.has_same_mask, agreement.divisor)
+        for part in self._preparing:
+            part.prepare(call, payload)
+        with call.payload(self._devices) if self._devices else call.phase("payload"):
+            for part in self._parts:
+                payload.size_bytes += part.reduce(call, payload)
+        return payload
+
+
+def kinds_of_results(call: Call, reduced: Payload) -> Sequence[int]:
+    """The kinds of the gradients after the call. ``absent_gradients="zeros"`` turns ABSENT into ZEROS, except for a
+    parameter that has had a sparse gradient.
+
+    Every rank makes the zeros itself. The names of sparse gradients belong to the group, whose ranks have made the same
+    calls: a rank may have a newer plan than the others, or other sparse gradients from another group.
+    """
+    kinds = reduced.kinds
+    if call.settings.absent_gradients == "none" or not reduced.divisor:
+        return kinds
+    slots, sparse = reduced.plan.layout.slots, call.group_state.sparse
+    if max(kinds, default=ABSENT) >= SPARSE:
+        sparse.update(slot.name for slot, kind in zip(slots, kinds, strict=True) if kind >= SPARSE)
+    if ABSENT not in kinds:
+        return kinds
+    return [
+        ZEROS if kind == ABSENT and slot.name not in sparse else kind for slot, kind in zip(slots, kinds, strict=True)
+    ]
+
+
+def discard_gradients(call: Call, plan: Plan, leaves: Leaves | None) -> None:
+    """After an error that is no :class:`AgreedError`, drop all gradients if some may be half reduced.
+
+    Without shared memory they may be half reduced from the hook or the payload on. With shared memory, other ranks may
+    write to the flat tensors of this rank from the header on, also after a failure here. The memory is dropped, too: a
+    broken-off collective, or another rank or thread, may still write to it.
+    """
+    if any(call.segments.serials) or call.phase_name in ("hook", "payload", "alias"):
+        plan.discard_gradients()
+        if leaves is not None:
+            leaves.release_memory()
+
+
+class GroupReducer(Reducer):
+    """All-reduce of dense gradients on the group of each device, in stretches of at most ``buffer_size`` elements."""
+
+    def reduce(self, call: Call, payload: Payload) -> int:
+        """Start all collectives, then wait for each of them."""
+        started, divisor = [], payload.divisor
+        for (buffer, share), runs in zip(self.buffers_of(payload), self.dense_runs(payload), strict=True):
+            fill_missing(payload, buffer, share, runs, buffer.flat)
+            with call.profiled(f"start {buffer.bucket.label}"):
+                pieces = _cut(call, buffer, runs, payload.plan.layout.buffer_size)
+                started += [(buffer, run, _start(call, buffer, run, divisor)) for run in pieces]
+        size_bytes = 0
+        for buffer, (start, stop), work in started:
+            with call.profiled(f"finish {buffer.bucket.label}"):
+                if work is not None:
+                    call.wait(call.groups.payload(buffer.bucket.device), work)
+                    size_bytes += (stop - start) * buffer.payload.itemsize
+                _finish(call, buffer, (start, stop), divisor)
+        return size_bytes
+
+
+class GroupTreeReducer(Reducer):
+    """Sums of micro-batches in the order of the tree, on the group of each device. ``sums``: of this rank."""
+
+    def __init__(self, buckets: Sequence[int], sums: LeafSums) -> None:
+        super().__init__(buckets)
+        self._sums = sums
+
+    def reduce(self, call: Call, payload: Payload) -> int:
+        return sum(tree_reduce(call, self._inputs(call, payload), payload.divisor))
+
+    def _inputs(self, call: Call, payload: Payload) -> list[TreeInput]:
+        inputs, ranges = [], self.buffers_of(payload)
+        for index, (buffer, _), runs in zip(self.buckets, ranges, self.dense_runs(payload), strict=True):
+            own = payload.packed.flats[index]
+            recv_buffer = self._sums.recv_buffer(index, own) if call.groups.size > 1 else own
+            group = call.groups.payload(buffer.bucket.device)
+            pieces = cut_runs(runs, max_numel=payload.plan.layout.buffer_size)
+            inputs.append(TreeInput(group, own, recv_buffer, buffer.flat, pieces))
+        return inputs
+
+
+def fill_missing(payload: Payload, buffer: FlatBuffer, share: slice, runs: Sequence[Run], flat: torch.Tensor) -> None:
+    """Fill the slots left out by packing, so that all ranks bring the same slots.
+
+    An absent gradient becomes zeros inside ``runs``, the parts of the flat tensor that are sent. A sparse gradient
+    becomes dense where the ranks have agreed on a dense result.
+
+    ``flat``: the flat tensor of ``buffer``, or a tensor like it. ``share``: the slots of ``buffer`` among all slots.
+    """
+    packed = payload.packed
+    own_kinds = packed.kinds[share]
+    if own_kinds.count(DENSE) < len(own_kinds):
+        buffer.zero(own_kinds, runs=runs, flat=flat)
+    for index, grad in packed.sparse.items():
+        if payload.kinds[index] == DENSE and share.start <= index < share.stop:
+            slot = buffer.bucket.slots[index - share.start]
+            flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(grad.to_dense())
+
+
+def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, float]:
+    """(before, after): divisors before and after the sum over ``size`` ranks.
+
+    fp16 is divided by about the square root of ``size`` on either side of the sum (the split that PyTorch's FSDP2 uses,
+    ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), and by a sample count before the sum. The divisor
+    before the sum is a power of two: an exact division, unless it underflows.
+    """
+    if wire != torch.float16 or size == 1:
+        return 1.0, float(divisor)
+    samples_per_rank = 2 ** max(0, (divisor // size).bit_length() - 1)
+    before = float(samples_per_rank * 2 ** (((size - 1).bit_length() + 1) // 2))
+    return before, divisor / before
+
+
+def _cut(call: Call, buffer: FlatBuffer, runs: Sequence[Run], buffer_size: int) -> list[Run]:
+    """The pieces, one for each collective. On gloo a bucket is cut in halves: the first half is divided while the
+    second half is in flight."""
+    piece = buffer_size
+    if call.groups.is_private(call.groups.payload(buffer.bucket.device)):
+        half = (sum(stop - start for start, stop in runs) + 1) // 2
+        piece = min(piece, max(half, SMALLEST_PIECE_BYTES // buffer.payload.itemsize))
+    return cut_runs(runs, max_numel=piece)
+
+
+def _start(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> Any:
+    if call.groups.size == 1:
+        return None
+    start, stop = run
+    flat, wire = buffer.flat[start:stop], buffer.payload[start:stop]
+    before, _ = split_divisor(divisor, call.groups.size, wire.dtype)
+    if before != 1.0:
+        torch.div(flat, before, out=wire)
+    elif buffer.wire is not None:
+        wire.copy_(flat)
+    options = call.options("Allreduce")
+    options.reduceOp = dist.ReduceOp.SUM
+    return call.start(call.groups.payload(flat.device), lambda group: group.allreduce([as_real(wire)], options))
+
+
+def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
+    start, stop = run
+    flat = as_real(buffer.flat[start:stop])  # divided as complex numbers, inf + 0 j would become inf + nan j
+    if call.groups.size == 1:
+        after = float(divisor)
+    else:
+        wire = as_real(buffer.payload[start:stop])
+        _, after = split_divisor(divisor, call.groups.size, wire.dtype)
+        if buffer.wire is not None:
+            # The sum may need the wider range of the two dtypes, the quotient does not.
+            if torch.finfo(wire.dtype).max > torch.finfo(flat.dtype).max:
+                wire.div_(after)
+                after = 1.0
+            flat.copy_(wire)
+    if after != 1.0:
+        flat.div_(after)
+
+
+class SparseReducer(Reducer):
+    """Sums of sparse gradients, in rank order. The last part of a route: sparse gradients have no buckets."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def reduce(self, call: Call, payload: Payload) -> int:
+        kinds = payload.kinds
+        if max(kinds, default=ABSENT) < SPARSE:
+            return 0
+        found, parameters = payload.packed.sparse, payload.plan.parameters
+        slots = [index for index, kind in enumerate(kinds) if kind >= SPARSE]
+        own = [found.get(index, _no_entries(parameters[index], kinds[index] - SPARSE)) for index in slots]
+        lengths = call.gather(torch.tensor([grad._nnz() for grad in own], device="cpu")).T.tolist()
+        size_bytes = 0
+        for index, grad, counts in zip(slots, own, lengths, strict=True):
+            payload.sparse[index], sent_bytes = _reduce_sparse(call, grad, counts, payload.divisor)
+            size_bytes += sent_bytes
+        return size_bytes
+
+
+def _reduce_sparse(call: Call, grad: torch.Tensor, lengths: Sequence[int], divisor: int) -> tuple[torch.Tensor, int]:
+    """Sum of every rank's coalesced ``grad``, divided; and the bytes sent.
+
+    ``lengths[r]``: number of entries on rank r.
+    """
+    group, longest = call.groups.payload(grad.device), max(lengths)
+    indices = grad.indices().new_zeros((grad.sparse_dim(), longest))
+    indices[:, : lengths[call.groups.rank]] = grad.indices()
+    values = grad.values().new_zeros((longest, *grad.values().shape[1:]))
+    values[: lengths[call.groups.rank]] = grad.values()
+    all_indices = _gather(call, group, indices)
+    all_values = _gather(call, group, values)
+    sum_dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype.to_real()
+    total = internals.sparse_tensor(
+        torch.cat([part[:, :length] for part, length in zip(all_indices, lengths, strict=True)], dim=1),
+        torch.cat([part[:length] for part, length in zip(all_values, lengths, strict=True)]).to(sum_dtype),
+        (*grad.shape, 2) if grad.is_complex() else grad.shape,
+    ).coalesce()
+    mean = total.values() / divisor if divisor != 1 else total.values()
+    reduced = internals.sparse_tensor(
+        total.indices(),
+        torch.view_as_complex(mean) if grad.is_complex() else mean.to(grad.dtype),
+        grad.shape,
+        is_coalesced=True,
+    )
+    return reduced, indices.nbytes + values.nbytes
+
+
+def _no_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    dtype = gradient_dtype(parameter)
+    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device)
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    return internals.sparse_tensor(indices, values, parameter.shape, is_coalesced=True)
+
+
+def _gather(call: Call, group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Collective: the tensors of all ranks, of equal shape; complex numbers as pairs of real numbers."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if call.groups.size == 1:
+        return [real]
+    parts = [torch.empty_like(real) for _ in range(call.groups.size)]
+    options = call.options("Allgather")
+    call.run(group, lambda carrier: carrier.allgather([parts], [real.contiguous()], options))
+    return parts

@@ -1,0 +1,295 @@
+"""Replicas that differ between ranks: an error, or a warning, before any gradient moves.
+
+On a device the digests in turns are told some calls later, because the host does not wait (``late_rows``). The header
+of a call carries the newest complete row of a rank, and the digest of one row, the same on all ranks: the next row that
+was complete on all ranks in the call before. So every row is compared once, in order, two calls after its own at the
+earliest.
+
+A rank has no digest of a row, and no rank compares it, if its replica was divided into other parts since, if buffers
+were found to be statistics, after a broadcast of parameters, or after a call that failed.
+
+Buffers that some ranks alone hold are told in the first call after the names have changed (:class:`BufferNames`).
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._call.check import Check, LocalStep, Ring, Row, Subject
+from legacy_ddp._errors import LayoutError
+from legacy_ddp._log import warn
+from legacy_ddp._ranks.agree import Agreement, agreed_error, gather_context
+from legacy_ddp._ranks.call import Call
+from legacy_ddp._ranks.header import Flag
+from legacy_ddp._ranks.private_groups import Groups
+from legacy_ddp._replicas.compare import divergence_error
+from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
+from legacy_ddp._replicas.report import ReplicaReport
+from legacy_ddp._replicas.rotation import PeriodicDigests, Reading, RotatingDigests, devices_of, find_failure
+from legacy_ddp._replicas.state import named_buffers
+from legacy_ddp._text import Finding, compare_groups, error_line, list_some
+
+MAX_WARNINGS = 5  # of a wrapper: a cache may have a buffer for every size of its inputs
+
+
+class BufferNames(Check):
+    """Compares the names of all buffers, also of buffers that are not saved: in the first call on a process group, and
+    in every call in which the names of a rank have changed.
+
+    The walk over the parameters tells whether a name may have changed: other calls cost a comparison. Values are
+    compared elsewhere (``_replicas``), where a buffer of some ranks alone cannot be.
+    """
+
+    section = "Buffers of some ranks"
+
+    def __init__(self, subject: Subject) -> None:
+        settings, checks = subject.settings, subject.settings.checks
+        self.is_on = subject.wrapper is not None and (checks.compares_replicas or checks.rotates_digests)
+        self._raises = checks.compares_replicas or checks.divergence == "raise"
+        self._left_out = settings.ignore, checks.local_buffers
+        self._wrapper, self._walk = subject.wrapper_reference, subject.planner.walk
+        self._tree: object = None  # of the walk, as of the names
+        self._names: list[str] = []
+        self._compared: weakref.WeakKeyDictionary[Groups, list[str]] = weakref.WeakKeyDictionary()
+        self._told: set[str] = set()
+        self._warnings = 0
+
+    def facts(self, step: LocalStep) -> None:
+        tree, _ = self._walk.walked
+        if tree is None or tree is not self._tree:
+            names = self._find()
+            self._names = self._names if names == self._names else names
+            self._tree = tree
+        step.header.flags |= Flag.NAMED
+        if self._compared.get(step.call.groups) is not self._names:
+            step.header.flags |= Flag.RENAMED
+
+    def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """Collective only if the names of a rank have changed.
+
+        Raises:
+            LayoutError: ranks hold different buffers, with ``"detail"`` or ``divergence="raise"``.
+        """
+        if not (agreement.common_flags & Flag.NAMED and agreement.some_flags & Flag.RENAMED):
+            return None
+        with step.call.phase("agree"):
+            held = step.call.gather_distinct(self._names)
+        left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more forward passes
+        rows = [(dict.fromkeys(names, "it"), [rank for rank in ranks if rank not in left]) for names, ranks in held]
+        finding = compare_groups([(row, ranks) for row, ranks in rows if ranks])
+        if self._raises and finding:
+            raise agreed_error(LayoutError, agreement.rows, _text(finding), finding.ranks)
+        new = Finding(tuple(item for item in finding.differences if item.name not in self._told))
+        if not new or self._warnings == MAX_WARNINGS:
+            return None
+        self._told |= {item.name for item in new.differences}
+        self._warnings += 1
+        return f"{step.call}: {_text(new)}\n(warned once for each buffer; see Checks(divergence=...))"
+
+    def end(self, step: LocalStep) -> None:
+        if self._compared.get(step.call.groups) is not self._names:
+            self._compared[step.call.groups] = self._names
+
+    def _find(self) -> list[str]:
+        """The names of this rank, sorted."""
+        wrapper: Any = self._wrapper()  # not None: it makes the call
+        return sorted(
+            f"buffer {name!r}" for item in named_buffers(wrapper.module, *self._left_out) for name in item.names
+        )
+
+
+def _text(finding: Finding) -> str:
+    pattern = "*" + finding.differences[0].name.removeprefix("buffer ")[1:-1].rpartition(".")[2]
+    return (
+        f"ranks hold different buffers:\n{finding}\n"
+        "state dicts differ, and broadcast_buffers() raises: register buffers on every rank, at best in the\n"
+        f"constructor; one that is meant for some ranks alone belongs in Checks(local_buffers=[{pattern!r}])"
+    )
+
+
+_WARNED_ONCE = (
+    '(warned once for these tensors and ranks; checks="detail" finds the step;\n    see Checks(divergence=...))'
+)
+# A word in the header: a digest of 55 bits, and the age of a row.
+_DIGESTS = 2**55
+_AGE_BITS = 8
+_OLDEST = 255
+
+
+class _Ring(Ring[Reading]):
+    """The digests of calls on a process group.
+
+    ``compared``: the newest row that was compared. ``has_next``: the headers of the present call have the digests of
+    the next row. Both are equal on all ranks. ``digests``: of the complete rows that were not compared, by number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compared = 0
+        self.has_next = False
+        self.digests: dict[int, tuple[Reading, int]] = {}
+
+    def take(self, row: Row[Reading]) -> None:
+        # In memory of their own: the integers of a part are not aligned for 64 bits.
+        sums = [number for part in row.parts for number in part.integers.clone().view(torch.int64).tolist()]
+        self.digests[row.number] = row.subject, row.subject.digest(sums) % _DIGESTS or 1
+
+    def word(self, generation: int) -> int:
+        """What the header of this rank carries: the digest of the next row, or 0 if it is of an earlier generation; and
+        the age of the newest complete row."""
+        reading, value = self.digests[self.compared + 1] if self.has_next else (None, 0)
+        value = value if reading is not None and reading.generation == generation else 0
+        age: int = min(self.agreed - self.ready, _OLDEST)
+        return value << _AGE_BITS | age
+
+    def go_on(self, words: Sequence[int]) -> tuple[int, Sequence[int]] | None:
+        """Note that the ranks agree on a call, whose headers have ``words``. The number of the call whose digests they
+        compare, if any, and the digest of each rank."""
+        newest = self.agreed - max(word & _OLDEST for word in words)
+        self.agreed += 1
+        found = None
+        if self.has_next:
+            self.compared += 1
+            reading, _ = self.digests.pop(self.compared)
+            found = reading.number, [word >> _AGE_BITS for word in words]
+        self.has_next = self.compared < newest
+        return found
+
+
+class Replicas(Check):
+    """Compares the replicas of all ranks. ``digests``: of this rank; None if nothing is compared."""
+
+    section = "Replicas differ"
+
+    def __init__(self, subject: Subject) -> None:
+        settings, planner, wrapper = subject.settings, subject.planner, subject.wrapper
+        checks = settings.checks
+        self.digests: ReplicaDigests | None = None
+        self._failure = ""  # of the trial of a device, until it is told
+        self._late: RotatingDigests | None = None  # ``digests``, if the devices tell them some calls later
+        if checks.compares_replicas and wrapper is not None and checks.every == 1:
+            self.digests = StepHistory(wrapper, settings, planner.counter.policy)
+        elif checks.compares_replicas and wrapper is not None:
+            self.digests = PeriodicDigests(wrapper, settings, planner)
+        elif checks.rotates_digests and wrapper is not None:
+            module: Any = wrapper.module
+            self._failure = find_failure(module)
+            self.digests = rotating = None if self._failure else RotatingDigests(wrapper, settings, planner)
+            self._late = rotating if devices_of(module) else None
+        self.is_on = self.digests is not None or self._failure != ""
+        self._has_listed = False  # the tensors that are not compared
+        self._wrapper = subject.wrapper_reference
+        self._rings: weakref.WeakKeyDictionary[Groups, _Ring] = weakref.WeakKeyDictionary()
+
+    def facts(self, step: LocalStep) -> None:
+        if self._failure:
+            self._close(step.call, self._failure)
+        elif self._late is not None:
+            self._begin_row(step, self._late)
+        elif self.digests is not None and (digest := self.digests.digest_of(step.call)) is not None:
+            step.header.replica = digest
+            step.header.flags |= Flag.SIGNED
+
+    def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """Collective only if the digests differ."""
+        call, digests = step.call, self.digests
+        if digests is None:
+            return None
+        # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
+        digests.buffers.has_run |= step.header.micro_batches > 0
+        if self._late is not None:
+            report = self._compare_row(call, self._late, agreement)
+        else:
+            report = self._compare_digests(call, digests, agreement)
+        if report is None:
+            return None
+        _, notes = gather_context(call)
+        error = divergence_error(call, replace(report, notes=(*report.notes, *notes)))
+        if call.checks.compares_replicas or call.checks.divergence == "raise":
+            raise error
+        return f"{error}\n  {_WARNED_ONCE}"
+
+    def end(self, step: LocalStep) -> None:
+        if self.digests is not None:
+            self.digests.end_call(step.call)
+
+    def observe(self, step: LocalStep, _: Agreement) -> str | None:
+        if self._has_listed or self.digests is None or step.call.groups.size == 1:
+            return None
+        self._has_listed = True
+        if not (names := self.digests.unread()):
+            return None
+        return (
+            f"{step.call}: tensors whose bits cannot be read are not compared between ranks (told once):\n"
+            f"{list_some(names)}; list them in ignore="
+        )
+
+    @internals.keeps_grad_mode
+    def begin_forward(self, *, is_training: bool) -> None:
+        # A traced forward would record the operations of the digest.
+        if self.digests is not None and torch.is_grad_enabled() and not internals.is_tracing():
+            self.digests.begin_forward(is_training=is_training)
+
+    def restart(self) -> None:
+        if self.digests is not None:
+            self.digests.restart()
+
+    def restart_buffers(self) -> None:
+        wrapper: Any = self._wrapper()
+        if self.digests is not None and wrapper is not None:
+            with torch.no_grad():
+                self.digests.buffers.mark(wrapper.module)
+
+    def _compare_digests(self, call: Call, digests: ReplicaDigests, agreement: Agreement) -> ReplicaReport | None:
+        # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
+        if not agreement.common_flags & Flag.SIGNED:
+            return None
+        if agreement.headers.is_equal("replica"):
+            digests.note_agreement(call)
+            return None
+        left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more steps
+        compared = {rank: digest for rank, digest in enumerate(agreement.column("replica")) if rank not in left}
+        return digests.compare(call, left, compared)
+
+    def _begin_row(self, step: LocalStep, digests: RotatingDigests) -> None:
+        """Let the devices begin the digest of this call. The host does not wait."""
+        call = step.call
+        ring = self._rings.get(call.groups)
+        if ring is None:
+            ring = self._rings[call.groups] = _Ring()
+        if ring.drop_failed():
+            digests.generation += 1
+        ring.look()
+        try:
+            reading, sums = digests.begin(call)
+            parts = [ring.begin_part(vector.view(torch.int32)) for vector in sums]
+        except (RuntimeError, TypeError) as error:  # no memory, for example
+            self._close(call, error_line(error))
+            return
+        ring.add(reading, parts)
+        step.header.generators = ring.word(digests.generation)
+
+    def _close(self, call: Call, reason: str) -> None:
+        """Compare no replicas any more: without a digest of this rank no rank does."""
+        self.digests, self._late, self.is_on, self._failure = None, None, False, ""
+        text = (
+            f"{call}: replicas on this device cannot be digested ({reason}); not tried again, and not compared on any "
+            'rank; see Checks("detail", every=N)'
+        )
+        warn(call.groups.rank, text, self.section)
+
+    def _compare_row(self, call: Call, digests: RotatingDigests, agreement: Agreement) -> ReplicaReport | None:
+        """Compare the digests of an earlier call, if its row is the next, and every rank has a digest."""
+        found = self._rings[call.groups].go_on(agreement.column("generators"))
+        if found is None or not all(found[1]):
+            return None
+        left = agreement.ranks_with(Flag.JOINED)
+        compared = {rank: digest for rank, digest in enumerate(found[1]) if rank not in left}
+        report = digests.compare(call, left, compared, found[0])
+        if report is not None and call.checks.divergence == "raise":
+            digests.generation += 1  # the rows on the way have the same difference
+        return report

@@ -1,0 +1,327 @@
+"""A collective call on this rank: number in the sequence, phases and their times, success or failure."""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from threading import get_ident
+from time import monotonic, perf_counter
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerError, SyncTimeoutError
+from legacy_ddp._interrupts import has_left
+from legacy_ddp._log import shorten_display
+from legacy_ddp._ranks.header import Operation
+from legacy_ddp._ranks.private_groups import Groups, join_hosts
+from legacy_ddp._ranks.wait import Gatherer
+from legacy_ddp._settings import Settings
+from legacy_ddp._torch import device as devices
+from legacy_ddp._watchdog import USER_CODE, Watchdog, end_after, forget_turn, process_activity
+from legacy_ddp._watchdog.process import ActivityMark, new_mark
+
+_FIRST_WARNED_CALL = 3
+_NO_RANGE = nullcontext()
+
+
+# Of every wrapper that has met the other ranks, and exists: a list, because a call asks for the number of them.
+_numbered: "list[weakref.ref[GroupState]]" = []
+
+
+@dataclass(eq=False)
+class GroupState:
+    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls.
+
+    ``agreed``: the operation and number of the last call in which all ranks held the same parameters, and what they
+    held. ``sparse``: the names of the parameters with a sparse result in any call until now; equal on all ranks.
+    """
+
+    groups: Groups
+    wrapper_id: int | None = None
+    calls: Counter[Operation] = field(default_factory=Counter)
+    agreed: tuple[Operation, int, Mapping[str, str]] | None = None
+    waited_seconds: float = 0.0  # for the headers of the other ranks, in the last all_reduce
+    sparse: set[str] = field(default_factory=set)
+
+
+class Call(Gatherer):
+    """Context of a call, counted on success. A group has a single call at a time.
+
+    ``ignored``: the names in ``ignore``. ``module_class``: the class of the module, empty for parameters without one.
+    ``warns``: whether long waits are logged.
+
+    After the first communication a call succeeds, ends in an error on all ranks, or leaves the group unusable.
+
+    An exception of a signal handler may come before the block or at its end, so that the call is never ended. The next
+    call recognises this, because the function with the block has ended, and ends the earlier call.
+
+    Raises:
+        LegacyDDPError: a call on this group is under way in this process.
+        LostPeerError: an earlier failure left the group unusable.
+    """
+
+    def __init__(
+        self,
+        group_state: GroupState,
+        operation: Operation,
+        settings: Settings,
+        module_class: str,
+    ) -> None:
+        super().__init__(group_state.groups, settings.timeout_seconds)
+        self.group_state = group_state
+        self.operation = operation
+        self.settings = settings
+        self.checks = settings.checks
+        self.ignored = settings.ignore
+        self.module_class = module_class
+        self.wrapper_id = 0
+        self.seconds: dict[str, float] = {}
+        self.open_phases: list[tuple[str, float, AbstractContextManager[object] | None]] = []  # the innermost last
+        self._phase_end = PhaseEnd(self)
+        self._failed_alike = False
+        self._is_ended = False
+
+    def __enter__(self) -> "Call":
+        self.thread = get_ident()
+        self.frame: FrameType | None = sys._getframe(1)
+        if self.groups.busy.take(self) is not self:
+            self._take_over()
+        try:
+            if self.groups.lost:
+                raise self.groups.lost_error()
+            self.number = self.group_state.calls[self.operation] + 1
+            # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
+            self.wrapper_id = self.group_state.wrapper_id or self.groups.wrapper_count + 1
+            self.name = self.full_name = f"{self.operation.label} call {self.number}"
+            # The first calls of a wrapper wait for compilers, caches and data loaders.
+            warned = max(self.number, self.group_state.calls[Operation.ALL_REDUCE] + 1)
+            self.warns = warned >= _FIRST_WARNED_CALL
+            if wrapper := self.wrapper_name:
+                self.full_name = f"{self.name} of {wrapper}"
+            if self.groups.watchdog is not None:
+                self.groups.watchdog.begin(self.full_name, warns=self.warns)
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def _take_over(self) -> None:
+        """Become the call under way on the group.
+
+        Raises:
+            LegacyDDPError: another call is.
+        """
+        while (other := self.groups.busy.take(self)) is not self:
+            if not has_left(other):
+                raise LegacyDDPError(f"{self.operation}: {_refusal(other)}")
+            left = LegacyDDPError(f"{other.operation} was ended by an exception of a signal handler")
+            other.__exit__(type(left), left, None)
+
+    def _release(self) -> None:
+        self.frame = None
+        self.groups.busy.release(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            try:
+                if not self._is_ended:
+                    self._end_call(error)
+            except BaseException as interrupt:  # of a signal handler
+                self._end_call(error or interrupt)
+                raise
+        finally:
+            try:
+                process_activity.enter(USER_CODE)
+            finally:
+                self._release()
+
+    def _end_call(self, error: BaseException | None) -> None:
+        """Count a success. After an error of this rank alone, tell the other ranks, and refuse further calls.
+
+        Called again where an exception interrupts it: then a call that is not counted has failed, because the other
+        ranks may have counted it.
+        """
+        if error is None:
+            forget_turn()
+            if self.groups.counting_device is not None:
+                self.groups.note_issued()
+            if self.group_state.wrapper_id is None:
+                self.groups.wrapper_count = max(self.groups.wrapper_count, self.wrapper_id)
+                _numbered.append(weakref.ref(self.group_state, _numbered.remove))
+                self.group_state.wrapper_id = self.wrapper_id
+            self.group_state.calls[self.operation] = self.number  # last: from here on the call has succeeded
+        elif self.number and self.group_state.calls[self.operation] == self.number:
+            error = None
+        watchdog = self.groups.watchdog
+        if watchdog is not None:
+            watchdog.end(has_met=self._has_communicated, succeeded=error is None)
+        if error is not None and self._peers_waiting and not isinstance(error, AgreedError):
+            self.groups.mark_failed(error)
+            if watchdog is not None and not isinstance(error, LostPeerError):
+                watchdog.notify_failure(error)
+            self.groups.close_star(error)  # after the notice: the other ranks ask for the reason at once
+        if error is not None:
+            is_agreed = isinstance(error, AgreedError) or self._failed_alike
+            shorten_display(error, is_agreed=is_agreed, rank=self.groups.rank, first=self.groups.global_ranks[0])
+            self._end_in_order(error, is_agreed=is_agreed)
+        self._is_ended = True
+
+    def _end_in_order(self, error: BaseException, *, is_agreed: bool) -> None:
+        """Let the process of the rank at fault end before this process, if ``error`` ends both: a launcher names the
+        rank that ends first. Of an agreed error without such a rank: the rank that shows the traceback."""
+        if is_loss := isinstance(error, LostPeerError):
+            ranks = () if isinstance(error, SyncTimeoutError) else error.ranks  # a silent rank does not end
+        elif is_agreed:
+            ranks = error.ranks[:1] if isinstance(error, PeerError) else (0,)
+        else:
+            return
+        if is_loss or self.groups.rank not in ranks:
+            watchdog = self.groups.watchdog
+            end_after(error, watchdog.processes(ranks) if watchdog is not None else ())
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def wrapper_name(self) -> str:
+        """``wrapper 2 (Critic)``; empty if no other wrapper of this process has made a call."""
+        if len(_numbered) + (self.group_state.wrapper_id is None) < 2:
+            return ""
+        return f"wrapper {self.wrapper_id}{self.module_class and f' ({self.module_class})'}"
+
+    def name_in_full(self, text: str) -> str:
+        """``text`` with the full name of this call, if it begins with the name."""
+        head = f"{self.name}:"
+        return f"{self.full_name}:{text.removeprefix(head)}" if text.startswith(head) else text
+
+    def prepare_watchdog(self) -> None:
+        """Make the watchdog in the first call on the group, unless checks are off.
+
+        Raises:
+            OSError: the report file or the socket cannot be opened.
+        """
+        if watchdog := self.groups.open_watchdog(self.checks):
+            watchdog.begin(self.full_name, warns=self.warns)
+
+    def exchange_endpoints(self) -> None:
+        """Collective, once per group, after headers matched for the first time: exchange the watchdogs' endpoints, and
+        connect the hosts."""
+        if self.groups.endpoints_exchanged or self.groups.size == 1:
+            return
+        watchdog = self.groups.watchdog
+        endpoints = self.gather_objects("" if watchdog is None else watchdog.endpoint().decode())
+        if watchdog is not None:
+            watchdog.start([endpoint.encode() for endpoint in endpoints])
+        join_hosts(self.groups, self.first_problem)
+        self.groups.endpoints_exchanged = True
+
+    def mark_finished(self) -> None:
+        """Record that every rank failed with the same text: no rank waits any more."""
+        self._peers_waiting, self._failed_alike = False, True
+
+    def phase(self, name: str) -> "PhaseEnd":
+        """Time the block under ``name``, and show ``name`` in the reports of the watchdog.
+
+        The phase begins here and not as the block is entered: ``with call.phase(name):``.
+        """
+        self.phase_name = name
+        # As process_activity.enter(), which would be a further Python call in each of the phases.
+        changes = process_activity.mark.changes + 1
+        mark = process_activity.mark = new_mark(ActivityMark, (self.full_name, name, monotonic(), get_ident(), changes))
+        if self.groups.watchdog is not None:
+            self.groups.watchdog.activity.mark = mark
+        profiler = None
+        if internals.is_profiling():
+            profiler = internals.profiler_range("legacy_ddp", self.operation.label, name)
+            profiler.__enter__()
+        self.open_phases.append((name, perf_counter(), profiler))
+        return self._phase_end
+
+    def payload(self, places: Sequence[torch.device]) -> AbstractContextManager[None]:
+        """The phase of the payload. On the devices ``places`` the watchdog watches it beyond the end of the call."""
+        watchdog = self.groups.watchdog
+        if watchdog is None:
+            return self.phase("payload")
+        return self._watched_payload(watchdog, places)
+
+    @contextmanager
+    def _watched_payload(self, watchdog: Watchdog, places: Sequence[torch.device]) -> Iterator[None]:
+        # On gloo the host waits in the call itself.
+        watched = [place for place in places if not self.groups.is_private(self.groups.payload(place))]
+        with self.phase("payload"):
+            if watched:
+                watchdog.begin_payload(watched)
+            yield
+            if watched:
+                watchdog.end_payload()
+
+    def set_phase(self, text: str) -> None:
+        """Show ``text`` in the watchdog's reports as the present activity of this rank."""
+        process_activity.enter(text, self.full_name)
+        if self.groups.watchdog is not None:
+            self.groups.watchdog.activity.mark = process_activity.mark
+
+    def profiled(self, what: object) -> AbstractContextManager[object]:
+        """A range named ``what`` inside the phase, for torch's profiler."""
+        if not internals.is_profiling():
+            return _NO_RANGE
+        return internals.profiler_range("legacy_ddp", self.operation.label, self.phase_name, what)
+
+    def await_notice(self, notice: Callable[[], Any]) -> None:
+        """Wait for the work of ``notice()`` on the user's own group, if any."""
+        with self.phase("join"):
+            if (work := notice()) is not None:
+                self.wait_until_deadline(work)
+
+
+def _refusal(other: Call) -> str:
+    """Why no call can begin while ``other`` is under way."""
+    operation = other.operation.label
+    if other.thread == get_ident():
+        return (
+            f"called inside of {operation}, expected one call at a time; make the call after {operation} has "
+            "returned, and not in its functions, in hooks of the model, or in a signal handler"
+        )
+    return (
+        "another call on this process group is under way in this process, expected one at a time; call from one thread"
+    )
+
+
+class PhaseEnd:
+    """The end of the phases of a call, as the end of a block."""
+
+    __slots__ = ("_open", "_seconds")
+
+    def __init__(self, call: Call) -> None:
+        self._open = call.open_phases
+        self._seconds = call.seconds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        name, start, profiler = self._open.pop()
+        if profiler is not None:
+            profiler.__exit__(None, None, None)
+        self._seconds[name] = self._seconds.get(name, 0.0) + perf_counter() - start
+
+
+def check_can_communicate(call: Call) -> None:
+    """Refuse a call at a moment in which no collective may run.
+
+    Raises:
+        LegacyDDPError: inside backward, or while a graph of the device is captured.
+    """
+    if internals.current_backward() != -1:
+        raise LegacyDDPError(
+            f"{call.operation} was called from inside backward, expected after it; move it behind loss.backward()"
+        )
+    if devices.is_capturing():
+        raise LegacyDDPError(f"{call.operation} was called while a graph is captured; end the capture before it")

@@ -1,0 +1,267 @@
+"""What a rank sends at the begin of a call: the operation, its segments of memory, and 128 bytes of facts. Pure."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+MAX_BUCKETS = 6  # one per supported dtype
+MAX_SEGMENTS = 2 * MAX_BUCKETS
+
+
+class Operation(IntEnum):
+    """The kinds of calls; the value travels in the header."""
+
+    label: str  # for error messages and reports, without a Python call
+
+    CONSTRUCTION = 1, "construction"
+    BROADCAST_PARAMETERS = 2, "broadcast_parameters()"
+    BROADCAST_BUFFERS = 3, "broadcast_buffers()"
+    ALL_REDUCE = 4, "all_reduce()"
+    CHECK_REPLICAS = 5, "check_replicas()"
+    CROSS_CHECK = 6, "cross_check()"
+
+    def __new__(cls, value: int, label: str) -> "Operation":
+        operation = int.__new__(cls, value)
+        operation._value_, operation.label = value, label
+        return operation
+
+    def __str__(self) -> str:
+        return self.label
+
+
+_SEGMENTS = struct.Struct(f"<?3x{MAX_SEGMENTS}I4x")
+
+
+class SegmentIds(NamedTuple):
+    """The serial numbers of a rank's segments.
+
+    First one per host bucket, of its flat tensor; 0: ordinary memory. With ``reproducible=True`` then one per host
+    bucket, of the sum of its micro-batches; 0: the sum lies in the flat tensor. ``has_spare``: the rank may come
+    back to an earlier segment, and the other ranks keep it mapped.
+    """
+
+    serials: tuple[int, ...] = ()
+    has_spare: bool = False
+
+
+@lru_cache(maxsize=16)  # most calls have the segments of the call before
+def encode_segments(segments: SegmentIds) -> bytes:
+    """56 bytes."""
+    padded = segments.serials + (0,) * (MAX_SEGMENTS - len(segments.serials))
+    return _SEGMENTS.pack(segments.has_spare, *padded)
+
+
+def decode_segments(column: bytes) -> list[SegmentIds]:
+    """Inverse of :func:`encode_segments`, for the bytes of all ranks. Every rank gets ``MAX_SEGMENTS`` serials."""
+    return [SegmentIds(tuple(serials), has_spare) for has_spare, *serials in _SEGMENTS.iter_unpack(column)]
+
+
+HEADER_VERSION = 3
+
+
+class Participation(IntEnum):
+    """How the gradients of a rank take part in an all_reduce."""
+
+    PLAIN = 0
+    SAMPLES = 1
+    SKIP = 2
+
+
+class Flag:
+    """The bits of ``Header.flags``. Plain numbers, because an IntFlag takes six times as long.
+
+    FAILED: the rank failed before the exchange. REPEAT: no backward since the last call, and gradients unchanged since
+    then. STEPPED: weights changed between the first backward since the last call and this call. VALUES: the norm was
+    taken. NONFINITE: the gradient has NaN or infinity; only with VALUES. JOINED: the rank has left a join(); its
+    replica may be old. COUNTED: the zeros of this rank count in a plain mean. SIGNED: ``replica`` has a digest.
+    WATCHED: the rank takes part in the report of non-finite gradients. UNSCALED: a GradScaler has unscaled gradients
+    before the call. NORM_CLIPPED, VALUE_CLIPPED: every gradient was written to in place before the call, and the norm
+    or the greatest element is the same in call after call. REDUCED: a call of a different wrapper left the gradients.
+    UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward. STEPS_KNOWN,
+    ISSUED_KNOWN: ``steps`` or ``issued`` has a number. SCALED: with ``nonfinite="skip"``, a GradScaler skips steps with
+    infinities on the rank. STALE: a gradient of the rank holds the result of an earlier call, which this call divides
+    again, or which an earlier call has divided again. NAMED: the rank compares the names of its buffers. RENAMED: these
+    names have not been compared yet. CLEARED: backward ran, and then every gradient was cleared.
+    """
+
+    FAILED = 1
+    REPEAT = 2
+    STEPPED = 4
+    VALUES = 8
+    NONFINITE = 16
+    JOINED = 32
+    COUNTED = 64
+    SIGNED = 128
+    WATCHED = 256
+    UNSCALED = 512
+    NORM_CLIPPED = 1024
+    VALUE_CLIPPED = 2048
+    REDUCED = 4096
+    UNCLEARED = 8192
+    STEPS_KNOWN = 16384
+    ISSUED_KNOWN = 32768
+    SCALED = 65536
+    CLEARED = 131072
+    STALE = 262144
+    NAMED = 2**28
+    RENAMED = 2**29
+
+
+@dataclass(slots=True)
+class Header:
+    """The facts of a rank about a call. Written by the rank before the exchange, and only read afterwards.
+
+    ``flags``: bits of :class:`Flag`. ``wrapper_id``: number of the wrapper on the group. ``layout``: fingerprint of
+    what all ranks must have alike. ``source``: the rank that broadcasts. ``metric_names``: fingerprint of the names of
+    the metrics, 0 without metrics. ``micro_batches``: backward passes since the last call. ``leaves``: number of
+    micro-batches added in the order of a tree, 0 without a tree. ``steps``: optimizer steps since the last call.
+    ``issued``: collectives that the script has issued on its own group since the last call. ``sample_size``: number of
+    items. ``mask``: fingerprint of the kinds of all gradients. ``norm_bits``: norm of the local gradient.
+    ``waited_seconds``: for the headers of the last all_reduce. ``data_seconds``, ``forward_seconds``,
+    ``backward_seconds``: parts of the step of the rank, from its last call to this call (``_steps/policy``);
+    0 with checks off. ``replica``: digest of the state that replicas share. ``gradients``: digest of the gradients in
+    check_replicas(); in an all_reduce on a device what is known there about the gradients of earlier calls
+    (``_call/late_nonfinite``). ``generators``: digest of the random generators, which may differ; in an
+    all_reduce on a device the digest of an earlier call (``_call/replicas``).
+    """
+
+    # The facts that are equal on all ranks in most calls come first: their bytes are compared all at once.
+    version: int = HEADER_VERSION
+    operation: int = 0
+    participation: int = Participation.PLAIN
+    flags: int = 0
+    wrapper_id: int = 0
+    source: int = 0
+    call: int = 0
+    layout: int = 0
+    metric_names: int = 0
+    micro_batches: int = 0
+    leaves: int = 0
+    steps: int = 0
+    issued: int = 0
+    sample_size: int = 0
+    mask: int = 0
+    norm_bits: int = 0
+    waited_seconds: float = 0.0
+    data_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    replica: int = 0
+    gradients: int = 0
+    generators: int = 0
+
+    @property
+    def call_name(self) -> str:
+        """For example ``all_reduce() call 3``."""
+        labels = {int(operation): operation.label for operation in Operation}
+        return f"{labels.get(self.operation, f'operation {self.operation}')} call {self.call}"
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the gradients of the rank count."""
+        has_samples = self.participation == Participation.SAMPLES and self.sample_size > 0
+        return has_samples or self.participation == Participation.PLAIN
+
+    @property
+    def samples(self) -> int | None:
+        """The sample_size of the rank, None for a plain call."""
+        return self.sample_size if self.participation == Participation.SAMPLES else None
+
+    @property
+    def local_norm(self) -> float | None:
+        """Norm of the local gradient, None if unknown."""
+        return decode_double(self.norm_bits) if self.flags & Flag.VALUES else None
+
+    @property
+    def finite(self) -> bool | None:
+        """Whether the local gradient was finite, None if unknown."""
+        return not self.flags & Flag.NONFINITE if self.flags & Flag.VALUES else None
+
+
+_NAMES = tuple(item.name for item in fields(Header))
+_values = attrgetter(*_NAMES)
+# Of the facts behind the flags. Seconds are floats of 4 bytes: seven digits are enough, and no wait is too long.
+_FORMATS: dict[str, Any] = dict.fromkeys(_NAMES[4:], "q")
+_FORMATS |= dict.fromkeys(("wrapper_id", "source", "micro_batches", "leaves"), "I")
+_FORMATS |= dict.fromkeys(("waited_seconds", "data_seconds", "forward_seconds", "backward_seconds"), "f")
+_ROW = struct.Struct("<BBBxI" + "".join(_FORMATS.values()))
+HEADER_BYTES = _ROW.size  # fixed for ever: ranks cannot read rows of another size
+_SIZES = {name: struct.calcsize(kind) for name, kind in _FORMATS.items()}
+_STARTS = dict(zip(_SIZES, accumulate([*_SIZES.values()][:-1], initial=8), strict=True))
+# The bytes of all facts but sizes, norms, times and digests: equal in most calls.
+_ALIKE = _STARTS["sample_size"]
+_OTHERS = HEADER_BYTES - _ALIKE
+# Of each fact: whether it is in the first part, its format, and the numbers of this format that hold it, of all ranks.
+_PLACES = {
+    name: (
+        start < _ALIKE,
+        _FORMATS[name],
+        slice(start % _ALIKE // _SIZES[name], None, (_ALIKE if start < _ALIKE else _OTHERS) // _SIZES[name]),
+    )
+    for name, start in _STARTS.items()
+}
+_DOUBLE = struct.Struct("<d")
+_WORD = struct.Struct("<q")
+
+
+def encode_header(header: Header) -> tuple[bytes, bytes]:
+    """The row of a rank, HEADER_BYTES in two parts: the facts that are equal in most calls, and the others."""
+    row = _ROW.pack(*_values(header))
+    return row[:_ALIKE], row[_ALIKE:]
+
+
+class Headers:
+    """The headers of all ranks: the two parts of :func:`encode_header`, each of all ranks in rank order.
+
+    Parts are compared, and facts read, without a Python object for each rank. ``is_alike``: whether the first parts
+    are equal on all ranks.
+    """
+
+    def __init__(self, alike: bytes, others: bytes) -> None:
+        self._alike, self._others = alike, others
+        self.size = len(alike) // _ALIKE
+        self.is_alike = alike == alike[:_ALIKE] * self.size
+
+    def __reduce__(self) -> tuple[type["Headers"], tuple[bytes, bytes]]:
+        """A record with its headers may be copied and pickled."""
+        return Headers, (self._alike, self._others)
+
+    @cached_property
+    def rows(self) -> Sequence[Header]:
+        """The headers of all ranks, decoded."""
+        parts = (
+            self._alike[_ALIKE * rank : _ALIKE * (rank + 1)] + self._others[_OTHERS * rank : _OTHERS * (rank + 1)]
+            for rank in range(self.size)
+        )
+        return [Header(*_ROW.unpack(part)) for part in parts]
+
+    def column(self, name: str) -> list[Any]:
+        """The fact ``name``, behind the flags, of every rank."""
+        is_alike, kind, places = _PLACES[name]
+        return memoryview(self._alike if is_alike else self._others).cast(kind)[places].tolist()
+
+    def is_equal(self, name: str) -> bool:
+        """Whether the fact ``name`` is equal on all ranks."""
+        is_alike, kind, places = _PLACES[name]
+        values = memoryview(self._alike if is_alike else self._others).cast(kind)[places].tolist()
+        return values.count(values[0]) == len(values)
+
+    @property
+    def flags(self) -> list[int]:
+        """The flags of every rank."""
+        return memoryview(self._alike).cast("I")[1 :: _ALIKE // 4].tolist()
+
+
+def encode_double(number: float) -> int:
+    """The 64 bits of a double as a whole number, for a field such as ``norm_bits``."""
+    return int(_WORD.unpack(_DOUBLE.pack(number))[0])
+
+
+def decode_double(bits: int) -> float:
+    """Inverse of :func:`encode_double`."""
+    return float(_DOUBLE.unpack(_WORD.pack(bits))[0])

@@ -1,1 +1,0 @@
-"""Private process groups, and a call on these groups: sequence number, phases, waiting and small exchanges."""

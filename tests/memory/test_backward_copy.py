@@ -1,0 +1,497 @@
+"""Moves of large gradients to their slots during backward: memory becomes free, and no kept tensor changes."""
+
+import gc
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp._memory import flat_buffer
+from legacy_ddp._memory.plan import SMALLEST_BYTES
+from tests.helpers import devices
+from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.torch_versions import HAS_GRAD_DTYPE
+
+LARGE = (SMALLEST_BYTES // 4 // 64, 64)
+INNER: dict[str, Callable[[nn.Module], Any]] = {
+    "as it is": lambda module: module,
+    "compiled": lambda module: torch.compile(module, backend="aot_eager"),
+}
+
+
+class _Net(nn.Module):
+    """A parameter that is just large enough to move, one that is just too small, and one nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.ones(LARGE))
+        self.small = nn.Parameter(torch.ones(LARGE[0] - 1, LARGE[1]))
+        self.unused = nn.Parameter(torch.ones(LARGE))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return self.large.sum() * factor + self.small.sum() * factor
+
+
+def _wrap(**options: Any) -> LegacyDistributedDataParallel:
+    """A wrapper after one call, which made room for gradients; none is held."""
+    wrapped = LegacyDistributedDataParallel(_Net(), checks="off", **options)
+    wrapped(1.0).backward()
+    wrapped.all_reduce()
+    wrapped.zero_grad()
+    return wrapped
+
+
+def _memory(tensor: torch.Tensor | None) -> int:
+    assert tensor is not None
+    return tensor.untyped_storage().data_ptr()
+
+
+def _moved(parameter: torch.Tensor) -> bool:
+    """Whether its gradient lies in memory that torch cannot resize: a slot is in the middle of some."""
+    assert parameter.grad is not None
+    return not parameter.grad.untyped_storage().resizable()
+
+
+def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the second gradient begins where the first ends, as slots do."""
+    assert one.grad is not None
+    assert other.grad is not None
+    return one.grad.data_ptr() + one.grad.nbytes == other.grad.data_ptr()
+
+
+@on_ranks(2)
+def _where_they_are(rank: int) -> list[tuple[bool, bool, bool, Any]]:
+    results = []
+    for inner in INNER.values():
+        wrapped = _wrap()
+        net: Any = wrapped.module
+        model = inner(wrapped)
+        model(1.0 + rank).backward()
+        flat = _memory(net.large.grad)
+        model(10.0).backward()
+        stays = _memory(net.large.grad) == flat
+        apart = not _adjacent(net.large, net.small)
+        local = net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), net.unused.grad
+        assert local == ([11.0 + rank], [11.0 + rank], None)
+        wrapped.all_reduce()
+        reduced = net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), net.unused.grad
+        results.append((stays, apart, _memory(net.large.grad) == flat and _adjacent(net.large, net.small), reduced))
+    return results
+
+
+@pytest.mark.cpu("a device copies all gradients in the call")
+def test_large_gradients_are_in_the_flat_tensor_before_the_call_and_small_ones_after_it() -> None:
+    expected = (True, True, True, ([11.5], [11.5], None))
+
+    assert _where_they_are() == [[expected] * len(INNER)] * 2
+
+
+@pytest.mark.cpu("a device copies all gradients in the call")
+@on_ranks(1, [[True, True]])
+def test_the_first_step_too_holds_its_gradients_once(rank: int) -> list[bool]:
+    """Whether gradients moved before the call: in the first step, and in the second."""
+    wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
+    net: Any = wrapped.module
+    moved = []
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(1.0).backward()
+        moved.append(_moved(net.large))
+        wrapped.all_reduce()
+    return moved
+
+
+# --- whose tensor must not be touched: each returns what has to be as it was, and what it was -------------------------
+
+Facts = tuple[bool, ...]
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+def _keep_gradient(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    kept = net.large.grad
+    wrapped.zero_grad()
+    wrapped(5.0).backward()
+    return bool((kept == 3).all()), bool((net.large.grad == 5).all())
+
+
+def _keep_row(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    kept = net.large.grad[1]
+    wrapped.zero_grad()
+    wrapped(5.0).backward()
+    return bool((kept == 3).all()), bool((net.large.grad == 5).all())
+
+
+def _keep_in_another_grad(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    other = nn.Parameter(torch.ones(LARGE))
+    other.grad = net.large.grad
+    wrapped.zero_grad()
+    wrapped(5.0).backward()
+    return bool((other.grad == 3).all()), bool((net.large.grad == 5).all())
+
+
+def _keep_another_one(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    (net.large.sum() + net.unused.sum()).backward()
+    kept = net.unused.grad[0]
+    net.large.grad = None
+    net.unused.grad = None
+    net.large.sum().backward()
+    return bool((kept == 1).all()), bool((net.large.grad == 1).all())
+
+
+def _own_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    own = torch.zeros(LARGE)
+    net.large.grad = own
+    wrapped(5.0).backward()
+    return net.large.grad is own, bool((own == 5).all())
+
+
+def _view_of_own_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    own = torch.zeros(net.large.numel())
+    net.large.grad = own.view(LARGE)
+    wrapped(5.0).backward()
+    return bool((own == 5).all()), _memory(net.large.grad) == _memory(own)
+
+
+def _see_it_in_a_hook(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    seen: list[torch.Tensor] = []
+    handle = net.large.register_hook(seen.append)
+    wrapped(3.0).backward()
+    wrapped(5.0).backward()
+    handle.remove()
+    return tuple(bool((grad == value).all()) for grad, value in zip(seen, (3, 5), strict=True))
+
+
+def _differentiable(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that create_graph makes a reference cycle
+        (net.large**3).sum().backward(create_graph=True)
+    (second,) = torch.autograd.grad(net.large.grad.sum(), net.large)
+    net.large.grad = None
+    return (bool((second == 6).all()),)
+
+
+def _repointed(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    own = torch.zeros(LARGE)
+    net.large.grad.data = own
+    wrapped.zero_grad()
+    wrapped(5.0).backward()
+    return bool((own == 0).all()), bool((net.large.grad == 5).all())
+
+
+def _reshaped(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    net.large.grad.data = net.large.grad.data.view(-1)
+    wrapped.zero_grad()
+    wrapped(5.0).backward()
+    return (bool((net.large.grad == torch.full(LARGE, 5.0)).all()),)
+
+
+def _one_for_two(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    other = nn.Parameter(torch.ones(LARGE))
+    other.grad = net.large.grad = torch.zeros(LARGE)
+    wrapped(5.0).backward()
+    return bool((other.grad == 5).all()), _memory(other.grad) == _memory(net.large.grad)
+
+
+def _other_dtype(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    net.large.grad_dtype = torch.float64
+    net.large.register_hook(torch.Tensor.double)
+    wrapped(5.0).backward()
+    return net.large.grad.dtype == torch.float64, bool((net.large.grad == 5).all())
+
+
+def _keep_row_while_another_slot_is_left(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    (net.large.sum() * 3 + net.unused.sum() * 3).backward()
+    net.unused.grad.data = torch.zeros(LARGE)  # one holder less of the flat tensor's memory,
+    kept = net.large.grad[1]  # one more
+    wrapped.zero_grad()
+    wrapped(5.0).backward()
+    return (bool((kept == 3).all()),)
+
+
+def _numpy_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    own = np.zeros(LARGE, dtype=np.float32)
+    net.large.grad = torch.from_numpy(own)
+    wrapped(5.0).backward()
+    return bool((own == 5).all()), bool((net.large.grad == 5).all())
+
+
+def _shared_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    net.large.grad = torch.zeros(LARGE).share_memory_()
+    wrapped(5.0).backward()
+    return (net.large.grad.is_shared(),)
+
+
+def _subclass(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    net.large.grad = torch.zeros(LARGE).as_subclass(_Subclass)
+    wrapped(5.0).backward()
+    return (type(net.large.grad) is _Subclass,)
+
+
+def _changed_class(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    net.large.grad.__class__ = _Subclass
+    wrapped.zero_grad()
+    wrapped(5.0).backward()
+    return (type(net.large.grad) is torch.Tensor,)
+
+
+def _in_place_with_grad(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    net.large.grad.detach_()
+    net.large.grad.add_(0.0 * net.large)
+    required = net.large.grad.requires_grad
+    net.large.grad = None
+    return (required,)
+
+
+def _zeroed(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    memory = _memory(net.large.grad)
+    wrapped.zero_grad(set_to_none=False)
+    wrapped(5.0).backward()
+    return bool((net.large.grad == 5).all()), _memory(net.large.grad) == memory
+
+
+DEEDS = [
+    _keep_gradient,
+    _keep_row,
+    _keep_in_another_grad,
+    _keep_another_one,
+    _own_memory,
+    _view_of_own_memory,
+    _see_it_in_a_hook,
+    _differentiable,
+    _repointed,
+    _reshaped,
+    _one_for_two,
+    *([_other_dtype] if HAS_GRAD_DTYPE else []),
+    _keep_row_while_another_slot_is_left,
+    *([] if devices.is_real() else [_numpy_memory]),  # a gradient is on the device of its parameter
+    _shared_memory,
+    _subclass,
+    _changed_class,
+    _in_place_with_grad,
+    _zeroed,
+]
+
+
+@on_ranks(1)
+def _do_each(rank: int) -> dict[str, Facts]:
+    facts = {}
+    for deed in DEEDS:
+        wrapped = _wrap()
+        facts[deed.__name__] = deed(wrapped, wrapped.module)
+        wrapped.zero_grad()
+        wrapped(7.0).backward()
+        net: Any = wrapped.module
+        facts[deed.__name__] += (bool((net.large.grad == 7).all()),)
+    return facts
+
+
+def test_no_backward_writes_to_memory_held_elsewhere() -> None:
+    (facts,) = _do_each()
+
+    assert [name for name, found in facts.items() if not all(found)] == []
+
+
+@on_ranks(1, [False])
+def test_without_bucket_views_gradients_stay_where_backward_made_them(rank: int) -> bool:
+    wrapped = _wrap(gradient_as_bucket_view=False)
+    wrapped(1.0).backward()
+    net: Any = wrapped.module
+    return _moved(net.large)
+
+
+def _after_the_wrapper(rank: int) -> tuple[bool, bool]:
+    wrapped = _wrap()
+    net: Any = wrapped.module
+    wrapper = weakref.ref(wrapped)
+    del wrapped
+    gc.collect()
+    net(1.0).backward()
+    return wrapper() is None, _moved(net.large)
+
+
+def test_nothing_moves_after_the_wrapper_is_gone() -> None:
+    assert run_ranks(_after_the_wrapper, 1) == [(True, False)]
+
+
+@on_ranks(2, [[[2.0]] * 4 + [True]] * 2)
+def test_layers_that_are_added_later_move_with_the_others(rank: int) -> list[Any]:
+    wrapped = _wrap()
+    net: Any = wrapped.module
+    net.added = nn.Parameter(torch.ones(LARGE))
+    values = []
+    for _ in range(2):
+        wrapped.zero_grad()
+        (wrapped(1.0 + 2 * rank) + net.added.sum() * (1 + 2 * rank)).backward()
+        wrapped.all_reduce()
+        values += [net.large.grad.unique().tolist(), net.added.grad.unique().tolist()]
+    values.append(_adjacent(net.added, net.large))
+    return values
+
+
+def test_a_slot_without_elements_is_harmless() -> None:
+    (left,) = _train_with_an_empty_one()
+
+    assert left == [(0, 3), LARGE]
+
+
+@on_ranks(1)
+def _train_with_an_empty_one(rank: int) -> list[tuple[int, ...]]:
+    net = nn.ParameterList([nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(LARGE))])
+    wrapped = LegacyDistributedDataParallel(net, checks="off")
+    for _ in range(3):
+        wrapped.zero_grad()
+        torch.stack([parameter.sum() for parameter in net]).sum().backward()
+        wrapped.all_reduce()
+    return [tuple(parameter.grad.shape) for parameter in net if parameter.grad is not None]
+
+
+# --- found by looking for trouble -------------------------------------------------------------------------------------
+
+
+def _two_threads(rank: int) -> tuple[int, int]:
+    """Of 40 first backward passes in two threads: how many end in a wrong mean, and how many flat tensors are made."""
+    sys.setswitchinterval(1e-6)
+    wrong, made = 0, list[Any]()
+    views = flat_buffer.SlotViews
+
+    def noted(*arguments: Any) -> Any:
+        made.append(arguments)
+        return views(*arguments)
+
+    flat_buffer.SlotViews = noted  # type: ignore[assignment,misc]
+    for _ in range(40):
+        net = nn.ParameterList([nn.Parameter(torch.zeros(LARGE)), nn.Parameter(torch.zeros(LARGE))])
+        wrapped = LegacyDistributedDataParallel(net, checks="off")
+        threads = [threading.Thread(target=(p.sum() * (1 + 2 * rank)).backward) for p in net]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wrapped.all_reduce()
+        wrong += any(parameter.grad is None or bool((parameter.grad != 2).any()) for parameter in net)
+    return wrong, len(made)
+
+
+def test_backward_in_two_threads_makes_one_flat_tensor() -> None:
+    assert run_ranks(_two_threads, 2) == [(0, 40)] * 2
+
+
+def _fail_to_make_room(rank: int) -> list[Any]:
+    wrapped = _wrap()
+    net: Any = wrapped.module
+    wrapped(1.0).backward()
+    kept = net.small.grad  # so that the next call wants fresh memory
+    wrapped.all_reduce()
+    kept = net.small.grad[0]
+    wrapped.zero_grad()
+    wrapped(1.0 + 2 * rank).backward()
+    views, flat_buffer.SlotViews = flat_buffer.SlotViews, _fail  # type: ignore[assignment,misc]
+    try:
+        wrapped.all_reduce()
+    except MemoryError as error:
+        said = str(error)
+    flat_buffer.SlotViews = views  # type: ignore[misc]
+    wrapped.all_reduce()
+    return [said, net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), kept.unique().tolist()]
+
+
+def _fail(*arguments: Any) -> None:
+    raise MemoryError("no room")
+
+
+def test_a_call_that_found_no_room_leaves_the_next_one_right() -> None:
+    assert run_ranks(_fail_to_make_room, 2) == [["no room", [2.0], [2.0], [1.0]]] * 2
+
+
+def _fail_in_backward(rank: int) -> list[Any]:
+    wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
+    net: Any = wrapped.module
+    views, flat_buffer.SlotViews = flat_buffer.SlotViews, _fail  # type: ignore[assignment,misc]
+    wrapped(1.0 + 2 * rank).backward()
+    flat_buffer.SlotViews = views  # type: ignore[misc]
+    wrapped.all_reduce()
+    return list(net.large.grad.unique().tolist())
+
+
+def test_no_room_in_backward_is_left_to_the_call() -> None:
+    assert run_ranks(_fail_in_backward, 2) == [[2.0]] * 2
+
+
+@on_ranks(2, [[([2.0], [2.0])] * 3] * 2)
+def test_gradients_that_were_moved_to_shared_memory_are_averaged_as_before(rank: int) -> list[Any]:
+    wrapped = _wrap()
+    net: Any = wrapped.module
+    values = []
+    wrapped(1.0).backward()
+    wrapped.all_reduce()
+    net.share_memory()  # moves what gradients lie in, too
+    for step in range(3):
+        wrapped.zero_grad(set_to_none=step % 2 == 0)
+        wrapped(1.0 + 2 * rank).backward()
+        wrapped.all_reduce()
+        values.append((net.large.grad.unique().tolist(), net.small.grad.unique().tolist()))
+    return values
+
+
+@on_ranks(2, [[[[1, 1], [1, 1]], [2.0]]] * 2)
+def test_a_second_wrapper_does_not_count_batches_that_were_dropped(rank: int) -> list[Any]:
+    """Rank 0 drops two batches; every wrapper should see one micro-batch on each rank all the same."""
+    net: Any = _Net()
+    checks = Checks(uneven="raise")
+    one, two = (LegacyDistributedDataParallel(net, checks=checks) for _ in range(2))
+    for _ in range(3 if rank == 0 else 1):
+        net.zero_grad()
+        net(1.0 + 2 * rank).backward()
+    records = [one.all_reduce(), two.all_reduce()]
+    rows = [[row.micro_batches for row in record.rows] for record in records]
+    return [rows, net.large.grad.unique().tolist()]
+
+
+def _pretend_first(rank: int) -> list[Any]:
+    wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
+    net: Any = wrapped.module
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        net(3.0).backward()
+    wrapped.zero_grad()
+    wrapped(1.0 + 2 * rank).backward()
+    wrapped.all_reduce()
+    return list(net.large.grad.unique().tolist())
+
+
+def test_a_backward_that_only_pretends_leaves_nothing_behind() -> None:
+    assert run_ranks(_pretend_first, 2) == [[2.0]] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_module_may_move_to_a_device_between_wrapping_and_backward() -> None:
+    assert run_ranks(_move_to_device, 2) == [[2.0]] * 2
+
+
+def _move_to_device(rank: int) -> list[Any]:
+    wrapped = LegacyDistributedDataParallel(_Net(), checks="off").cuda()
+    net: Any = wrapped.module
+    wrapped(1.0 + 2 * rank).backward()
+    wrapped.all_reduce()
+    return list(net.large.grad.unique().tolist())

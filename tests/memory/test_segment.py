@@ -1,0 +1,129 @@
+"""Segments: anonymous files in memory, and what forked children have in their place."""
+
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from legacy_ddp._memory.layout import distinct, plan_layout
+from legacy_ddp._memory.segment import Segment, SegmentPolicy
+from legacy_ddp._settings import Settings
+from tests.helpers.paths import ROOT
+
+PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def _written_by_a_child(memory: torch.Tensor) -> tuple[list[int], list[int]]:
+    """The values that a child finds and those of this process after the child has written."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, bytes(memory.unique().tolist()))
+        memory.fill_(9)
+        os._exit(0)
+    os.waitpid(child, 0)
+    found = list(os.read(read, 16))
+    os.close(read)
+    os.close(write)
+    return found, memory.unique().tolist()
+
+
+def test_a_child_writes_to_a_copy() -> None:
+    segment = Segment(3 * PAGE)
+    assert _written_by_a_child(segment.memory.fill_(7)) == ([7], [7])
+
+
+def test_a_kept_segment_is_private_also_in_the_parent() -> None:
+    """Its descriptor is closed. A copy in each child took time, and failed from 2 GiB on."""
+    before = len(os.listdir("/proc/self/fd"))
+    memory = Segment(3 * PAGE + 5).memory
+    memory[:PAGE], memory[PAGE:] = 5, 7
+
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert f"{memory.data_ptr():x}" not in re.findall("([0-9a-f]+)-[0-9a-f]+ rw-s", Path("/proc/self/maps").read_text())
+    assert _written_by_a_child(memory) == ([5, 7], [5, 7])
+
+
+def test_a_segment_that_a_child_inherited_is_no_memory_to_share_there() -> None:
+    """Other ranks would have written to the gradients of its parent."""
+    (bucket,) = plan_layout(distinct([("weight", nn.Parameter(torch.zeros(3)))]), Settings()).buckets
+    policy, segment = SegmentPolicy(), Segment(PAGE)
+    policy.wanted = True
+    child = os.fork()
+    if child == 0:
+        os._exit(policy.fits(bucket, segment))
+    assert policy.fits(bucket, segment)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_memory_is_unmapped_with_its_last_tensor() -> None:
+    segment = Segment(PAGE)
+    part = segment.memory[5:]
+    address = segment.memory.data_ptr()
+    del segment
+    part.fill_(3)
+    del part
+    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
+
+
+def _open_one_more() -> int | None:
+    try:
+        return os.open(os.devnull, os.O_RDONLY)
+    except OSError:
+        return None
+
+
+@contextmanager
+def _no_file_left() -> Iterator[None]:
+    before, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        while (descriptor := _open_one_more()) is not None:
+            held.append(descriptor)
+        yield
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_child_forked_at_the_limit_of_open_files_writes_to_a_copy() -> None:
+    segment = Segment(PAGE)
+    segment.memory.fill_(7)
+    with _no_file_left():
+        child = os.fork()
+        if child == 0:
+            segment.memory.fill_(9)
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert segment.memory.unique().tolist() == [7]
+
+
+_OLD_C_LIBRARY = """
+import fcntl, os
+del os.memfd_create, os.MFD_CLOEXEC, os.MFD_ALLOW_SEALING
+for name in [name for name in vars(fcntl) if name.startswith("F_SEAL") or name == "F_ADD_SEALS"]:
+    delattr(fcntl, name)
+from legacy_ddp._memory.segment import Segment
+segment = Segment(10)
+segment.memory.fill_(3)
+try:
+    os.ftruncate(segment.descriptor, 20)
+except PermissionError:
+    print("sealed", os.pread(segment.descriptor, 10, 0))
+"""
+
+
+def test_a_python_that_does_not_know_memfd_create_makes_segments() -> None:
+    """Some builds of Python were made with an old C library: the import failed with an AttributeError."""
+    run = subprocess.run(
+        [sys.executable, "-c", _OLD_C_LIBRARY], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (run.stdout.strip(), run.stderr) == (f"sealed {bytes([3] * 10)}", "")

@@ -1,0 +1,184 @@
+"""System calls that a sandbox, a container or a limit refuses while the ranks of a host meet.
+
+Gloo is used on all ranks. Once the others have connected to a hub that cannot read from them, it is an error on all.
+"""
+
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from legacy_ddp import PeerError, TransportError
+from legacy_ddp._memory import segment
+from legacy_ddp._ranks import star_sockets
+from tests.helpers import tiers
+from tests.helpers.hosts import arriving_in_order
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
+
+pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
+
+HUB, LEAF = 0, 1
+# By call: where it is refused, and the beginning of the reason.
+METHODS = {
+    "socket": ((HUB, LEAF), "no connection on the host"),
+    "bind": ((HUB,), "no connection on the host"),
+    "listen": ((HUB,), "no connection on the host"),
+    "connect": ((LEAF,), "no connection on the host"),
+    "getsockopt": ((LEAF,), "no connection on the host"),
+    "send": ((LEAF,), "no connection on the host"),
+    "sendmsg": ((HUB, LEAF), "no shared memory"),
+    "recvmsg": ((HUB, LEAF), "no shared memory"),
+}
+FUNCTIONS: dict[str, tuple[Any, str, str]] = {
+    "mkdir": (os, "mkdir", "no connection on the host"),
+    "memfd_create": (os, "memfd_create", "no shared memory"),
+    "fallocate": (os, "posix_fallocate", "no shared memory"),
+    "fcntl": (fcntl, "fcntl", "no shared memory"),
+    "mmap": (segment, "_map", "no shared memory"),
+}
+ERRORS = ("EPERM", "EACCES", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ENOSYS")
+PLACES = [(call, place) for call, (places, _) in METHODS.items() for place in places]
+PLACES += [each for each in product(FUNCTIONS, (HUB, LEAF)) if each != ("mkdir", LEAF)]
+ALL_ROWS = [(call, place, name) for (call, place), name in product(PLACES, ERRORS)]
+# EPERM everywhere, and each of the others here and there.
+ROWS = [row for index, row in enumerate(ALL_ROWS) if row[2] == "EPERM" or index % (len(ERRORS) + 1) == 1]
+ROWS = list(tiers.choose(ALL_ROWS, ROWS))
+# On the hub, after the other rank has connected.
+LATER = ("accept", "getsockopt", "recv")
+# What ``ulimit -n`` mends is named instead of the error, whichever call met it.
+LIMITS = {
+    "EMFILE": "the limit of open files of this process is reached; raise it with ulimit -n",
+    "ENFILE": "the limit of open files of this machine is reached; raise the sysctl fs.file-max",
+}
+
+
+def _error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+def _reason(call: str, place: int, name: str) -> str:
+    prefix = METHODS[call][1] if call in METHODS else FUNCTIONS[call][2]
+    error = _error(getattr(errno, name))
+    return f"rank {place}: {prefix} ({LIMITS.get(name) or f'{type(error).__name__}: {error}'})"
+
+
+@contextmanager
+def _refused(call: str, number: int) -> Iterator[None]:
+    """Refuse ``call`` on this rank, for sockets of the meeting only."""
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise _error(number)
+
+    if call in FUNCTIONS:
+        owner, name, _ = FUNCTIONS[call]
+        before = getattr(owner, name)
+    else:
+        owner, name, before = star_sockets, "_new_socket", star_sockets._new_socket
+    setattr(owner, name, refuse if call in (*FUNCTIONS, "socket") else lambda: _socket_without(call, refuse))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _socket_without(call: str, refuse: Callable[..., Any], descriptor: int | None = None) -> socket.socket:
+    class Refusing(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            connection, address = super().accept()
+            return _socket_without(call, refuse, connection.detach()), address
+
+    setattr(Refusing, call, refuse)
+    return Refusing(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=descriptor)
+
+
+def _chosen(rank: int, rows: list[tuple[str, int, str]]) -> list[tuple[str, str, float | None]]:
+    """Per row, on a group of its own: the transport, what ``print(model)`` says of it, and the mean."""
+    seen = []
+    for call, place, name in rows:
+        group = dist.new_group([0, 1])
+        with arriving_in_order(), _refused(call, getattr(errno, name)) if rank == place else nullcontext():
+            model = wrap(process_group=group, checks="off")
+            model.zero_grad()
+            add_gradients(model, 1.0 + rank)
+            record = model.all_reduce()
+        (line,) = [text.strip() for text in repr(model).splitlines() if "transport:" in text]
+        seen.append((record.transport, line, gradient_values(model)["weight"]))
+        assert step(model, 2.0 + rank) == 2.5
+        dist.destroy_process_group(group)
+    return seen
+
+
+def test_a_refused_call_in_the_meeting_of_the_ranks_is_gloo_on_all_with_this_reason(transport: str) -> None:
+    """EPERM of sendmsg ended the group, and EPERM of recvmsg read "limit of open files"."""
+    first, second = run_ranks(_chosen, 2, ROWS, store="rank0", timeout_seconds=300.0)
+
+    assert first == second
+    assert first == [("gloo", f"transport: gloo ({_reason(*row)})", 1.5) for row in ROWS]
+
+
+def _said(rank: int, rows: list[tuple[str, int, str]]) -> list[tuple[str, str] | None]:
+    """Per row the error with ``transport="host"``, at the construction or in the first call."""
+    seen = []
+    for call, place, name in rows:
+        group = dist.new_group([0, 1])
+        with arriving_in_order(), _refused(call, getattr(errno, name)) if rank == place else nullcontext():
+            try:
+                model = wrap(process_group=group, checks="off", transport="host")
+            except TransportError as error:
+                seen.append((type(error).__name__, str(error)))
+            else:
+                seen.append(error_of(step, model, 1.0))
+        dist.destroy_process_group(group)
+    return seen
+
+
+def test_the_limit_of_open_files_is_one_text_whichever_call_meets_it(transport: str) -> None:
+    rows = [row for row in ALL_ROWS if row[2] == "EMFILE" and row[1] == HUB]
+    first, second = run_ranks(_said, 2, rows, store="rank0")
+
+    assert first == second
+    for row, said in zip(rows, first, strict=True):
+        assert said is not None
+        name, text = said
+        assert name == "TransportError"
+        assert text.partition("transport")[2] == (
+            f'="host" is not possible: {_reason(*row)}; mend the cause, or pass transport="auto"'
+        )
+
+
+def _failed_later(rank: int) -> list[tuple[str, tuple[int, ...], float | None]]:
+    """Per call and error: the error of the construction, and the mean after a second construction."""
+    seen = []
+    for call, name in product(LATER, ERRORS):
+        group = dist.new_group([0, 1])
+        with (
+            arriving_in_order(),
+            _refused(call, getattr(errno, name)) if rank == HUB else nullcontext(),
+            pytest.raises(PeerError) as caught,
+        ):
+            wrap(process_group=group, checks="off")
+        mean = step(wrap(process_group=group, checks="off"), 1.0 + rank)
+        seen.append((str(caught.value), caught.value.ranks, mean))
+        dist.destroy_process_group(group)
+    return seen
+
+
+def test_a_call_refused_to_a_hub_behind_the_arrival_of_all_is_an_error_on_all_and_the_next_call_works(
+    transport: str,
+) -> None:
+    first, second = run_ranks(_failed_later, 2, store="rank0")
+
+    assert first == second
+    for (_, name), (text, ranks, mean) in zip(product(LATER, ERRORS), first, strict=True):
+        error = _error(getattr(errno, name))
+        problem = LIMITS.get(name) or f"{type(error).__name__}: {error}"
+        assert text == f"first collective on this process group: rank {HUB} cannot open its connections: {problem}"
+        assert (ranks, mean) == ((HUB,), 1.5)

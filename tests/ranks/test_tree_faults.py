@@ -1,0 +1,186 @@
+"""Ranks of the tree of stars that are lost: the root, an inner hub, a hub and a leaf, on several claimed hosts.
+
+The ranks arrive in their order at the first meeting. So the lowest rank of each host is its hub, and rank 0 the root.
+"""
+
+import os
+import re
+import signal
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, LostPeerError
+from legacy_ddp._ranks import wait
+from legacy_ddp._ranks.private_groups import groups_of
+from tests.helpers.hosts import arriving_in_order, on_host
+from tests.helpers.rank_faults import do_when
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import step, wrap
+from tests.helpers.tiers import SOAK, thorough
+
+pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
+
+# As it enters this function in a call, a rank of a tree: has sent nothing, sends its row (the root: all rows), waits
+# for all rows (the root never), has all rows.
+PHASES = {"before": "_meet", "up": "_send_piece", "down": "_receive", "behind": "_cut"}
+
+
+def _wrap(rank: int, hosts: str, arity: int, **arguments: Any) -> LegacyDistributedDataParallel:
+    with on_host(hosts[rank]), arriving_in_order(arity):
+        return wrap(**arguments)
+
+
+def _step_twice(model: LegacyDistributedDataParallel) -> None:
+    """A rank may end the first call with success before another rank is lost in it."""
+    step(model, 1.0)
+    step(model, 1.0)
+
+
+Seen = tuple[str, tuple[int, ...], str]
+
+
+def _lost(rank: int, hosts: str, arity: int, victim: int, phase: str, number: int, checks: str) -> Seen | None:
+    """Rank ``victim`` gets a signal in ``phase`` of the header exchange of its third call."""
+    seconds = 3.0 if number == signal.SIGSTOP and len(hosts) <= 8 else 30.0  # many ranks need more time to connect
+    model = _wrap(rank, hosts, arity, checks=checks, timeout_seconds=seconds)
+    for _ in range(2):
+        step(model, 1.0)
+    if rank == victim:
+        sys.setprofile(do_when(PHASES[phase], partial(os.kill, os.getpid(), number)))
+    with pytest.raises(LostPeerError) as caught:
+        _step_twice(model)
+    return type(caught.value).__name__, caught.value.ranks, str(caught.value)
+
+
+def _check(seen: list[Seen | None], victim: int, number: int, checks: str) -> None:
+    """Every survivor has an error of the right kind that names no other rank as lost."""
+    assert [rank for rank, found in enumerate(seen) if found is None] == [victim]
+    for kind, ranks, text in filter(None, seen):
+        assert kind == ("SyncTimeoutError" if number == signal.SIGSTOP else "PeerLostError"), text
+        assert ranks == (() if checks == "off" else (victim,)), text
+        if checks == "off":
+            assert set(re.findall(r"connection to rank (\d+) lost", text)) <= {str(victim)}
+
+
+ONE_EACH, FOUR_EACH, TWO_EACH, UNEQUAL = "ab", "aaaabbbb", "aabbccdd", "abbbcccc"
+EIGHT_EACH = "".join(8 * host for host in "abcdefgh")
+_KILL, _STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "hosts, arity, victim, phase, number, checks",
+    [
+        # one rank each: the root, and a hub
+        (ONE_EACH, 32, 0, "before", _KILL, "info"),
+        (ONE_EACH, 32, 1, "up", _KILL, "off"),
+        thorough(ONE_EACH, 32, 0, "up", _STOP, "off"),
+        thorough(ONE_EACH, 32, 1, "down", _STOP, "info"),
+        # four each: the root, a hub, a leaf of the root, a leaf of the hub
+        thorough(FOUR_EACH, 32, 0, "up", _KILL, "off"),
+        thorough(FOUR_EACH, 32, 4, "down", _KILL, "off"),
+        thorough(FOUR_EACH, 32, 1, "behind", _KILL, "info"),
+        thorough(FOUR_EACH, 32, 5, "up", _STOP, "info"),
+        thorough(FOUR_EACH, 32, 4, "before", _STOP, "off"),
+        # two each: the root, an inner hub, a hub below it, a leaf below both
+        thorough(TWO_EACH, 2, 0, "up", _KILL, "info"),
+        (TWO_EACH, 2, 2, "up", _KILL, "off"),
+        thorough(TWO_EACH, 2, 2, "down", _KILL, "info"),
+        thorough(TWO_EACH, 2, 6, "before", _KILL, "off"),
+        (TWO_EACH, 2, 7, "down", _KILL, "info"),
+        thorough(TWO_EACH, 2, 0, "before", _STOP, "info"),
+        (TWO_EACH, 2, 2, "up", _STOP, "info"),
+        thorough(TWO_EACH, 2, 2, "down", _STOP, "off"),
+        thorough(TWO_EACH, 2, 6, "up", _STOP, "off"),
+        thorough(TWO_EACH, 2, 7, "behind", _STOP, "info"),
+        # 1 + 3 + 4: the root, an inner hub, a hub below it, and leaves of both
+        thorough(UNEQUAL, 1, 0, "before", _KILL, "off"),
+        thorough(UNEQUAL, 1, 1, "down", _KILL, "off"),
+        thorough(UNEQUAL, 1, 4, "up", _KILL, "info"),
+        thorough(UNEQUAL, 1, 2, "up", _KILL, "off"),
+        thorough(UNEQUAL, 1, 7, "behind", _KILL, "off"),
+        thorough(UNEQUAL, 1, 1, "before", _STOP, "info"),
+        thorough(UNEQUAL, 1, 4, "down", _STOP, "off"),
+    ],
+)
+def test_every_survivor_of_a_lost_rank_of_the_tree_has_an_error_without_a_wrong_name(
+    transport: str, hosts: str, arity: int, victim: int, phase: str, number: int, checks: str
+) -> None:
+    seen = run_ranks(_lost, len(hosts), hosts, arity, victim, phase, number, checks, lost=(victim,))
+
+    _check(seen, victim, number, checks)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.skipif(not SOAK, reason="64 processes: make soak")
+@pytest.mark.parametrize("victim", [0, 8, 16, 56, 63])  # root, inner hubs, a hub, a leaf below three hubs
+@pytest.mark.parametrize("number, checks", [(_KILL, "off"), (_STOP, "info")])
+def test_every_survivor_among_64_ranks_has_an_error_without_a_wrong_name(
+    transport: str, victim: int, number: int, checks: str
+) -> None:
+    seen = run_ranks(_lost, 64, EIGHT_EACH, 2, victim, "up", number, checks, lost=(victim,))
+
+    _check(seen, victim, number, checks)
+
+
+# In the first meeting
+
+
+def _lost_in_the_meeting(rank: int, hosts: str, arity: int, victim: int, function: str, number: int) -> Seen | None:
+    if rank == victim:
+        sys.setprofile(do_when(function, partial(os.kill, os.getpid(), number)))
+    with pytest.raises(LegacyDDPError) as caught:
+        _wrap(rank, hosts, arity, timeout_seconds=3.0 if number == _STOP else 30.0)
+    return type(caught.value).__name__, caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "victim, function",
+    [(0, "introduce"), thorough(2, "introduce"), (7, "introduce"), thorough(0, "_make_star"), (2, "_make_star")],
+)
+@pytest.mark.parametrize("number", [_KILL, thorough(_STOP)])
+def test_a_rank_lost_as_the_tree_connects_is_an_error_on_all_without_a_wrong_name(
+    transport: str, victim: int, function: str, number: int
+) -> None:
+    seen = run_ranks(_lost_in_the_meeting, 8, TWO_EACH, 2, victim, function, number, lost=(victim,))
+
+    assert [rank for rank, found in enumerate(seen) if found is None] == [victim]
+    for kind, ranks, text in filter(None, seen):
+        assert kind in (("PeerLostError",) if number == _KILL else ("PeerLostError", "SyncTimeoutError"))
+        assert set(ranks) <= {victim}
+        assert set(re.findall(r"connection to rank (\d+) lost", text)) <= {str(victim)}
+
+
+# A rank that leaves because gloo told it of a loss
+
+
+def _gloo_fails_on_rank_1(rank: int) -> str:
+    model = wrap(transport="gloo", checks="off", timeout_seconds=30.0)
+    step(model, 1.0)
+    poll = wait._poll
+    if rank == 1:
+        wait._poll = lambda _: RuntimeError("Connection closed by peer")
+    try:
+        with pytest.raises(LostPeerError) as caught:
+            _step_twice(model)
+    finally:
+        wait._poll = poll
+    if rank == 1:  # the others see the end of gloo before their wait for it has looked at the tree
+        groups_of(dist.group.WORLD, None).close()
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_for_an_error_of_gloo_is_not_called_lost_by_the_others(transport: str) -> None:
+    """Its connections of the tree ended without a notice, and with checks off nobody asks it."""
+    seen = run_ranks(_gloo_fails_on_rank_1, 3, fresh=True)
+
+    assert "Connection closed by peer" in seen[1]
+    for rank in (0, 2):
+        assert "connection to rank" not in seen[rank]
+        assert "rank 1 left because another rank was lost" in seen[rank]

@@ -1,0 +1,127 @@
+"""Models of equal shapes that ranks wrap, or reduce, in another order: an error before a value is copied."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from legacy_ddp import LayoutError, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp._memory.layout import describe_module
+from tests.helpers.shared_jobs import run_cases
+
+
+class Student(nn.Linear):
+    """A model."""
+
+
+class Teacher(nn.Linear):
+    """Another model, with parameters of the same names and shapes."""
+
+
+def _wrap(modules: list[nn.Module]) -> None:
+    for module in modules:
+        LegacyDistributedDataParallel(module)
+
+
+def _wrap_without_sync(modules: list[nn.Module]) -> None:
+    for module in modules:
+        LegacyDistributedDataParallel(module, init_sync=False, checks="off")
+
+
+def _wrap_in_lists(modules: list[nn.Module]) -> None:
+    for module in modules:
+        LegacyDistributedDataParallel(nn.Sequential(nn.ModuleDict({"net": module}), nn.Tanh()))
+
+
+def _wrap_and_broadcast(modules: list[nn.Module]) -> None:
+    """Copies have no number on the group, as before the constructor."""
+    by_class = sorted(modules, key=lambda module: type(module).__name__)
+    models = {type(module): LegacyDistributedDataParallel(module, init_sync=False) for module in by_class}
+    copies = [copy.deepcopy(models[type(module)]) for module in modules]
+    try:
+        for model in copies:
+            model.broadcast_parameters()
+    finally:  # what the copies hold
+        for module, model in zip(modules, copies, strict=True):
+            module.load_state_dict(model.module.state_dict())
+
+
+def _reduce(modules: list[nn.Module]) -> None:
+    for module in modules:
+        all_reduce_gradients(module)
+
+
+_WAYS: dict[str, tuple[Callable[[list[nn.Module]], None], str]] = {
+    "wrapped": (_wrap, "{}"),
+    "without init_sync and checks": (_wrap_without_sync, "{}"),
+    "in lists": (_wrap_in_lists, "Sequential(ModuleDict({}), Tanh)"),
+    "copies": (_wrap_and_broadcast, "{}"),
+    "the function": (_reduce, "{}"),
+}
+
+
+def _in_order(rank: int, way: str, *, swapped: bool) -> tuple[str, list[float]]:
+    """The error, and what the first weight of each model is afterwards, Student first."""
+    modules = [Student(2, 2), Teacher(2, 2)]
+    with torch.no_grad():
+        for number, module in enumerate(modules):
+            module.weight.fill_(10 * rank + number)
+            module.weight.grad, module.bias.grad = torch.ones(2, 2), torch.ones(2)
+    said = ""
+    try:
+        _WAYS[way][0](modules[::-1] if swapped and rank == 1 else modules)
+    except LayoutError as error:
+        said = str(error)
+    LegacyDistributedDataParallel(nn.Linear(1, 1))  # the group is still usable
+    return said, [module.weight[0, 0].item() for module in modules]
+
+
+def _swapped(rank: int, way: str) -> Any:
+    return _in_order(rank, way, swapped=True)
+
+
+def _alike(rank: int, way: str) -> Any:
+    return _in_order(rank, way, swapped=False)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
+def test_another_order_on_one_rank_is_told_with_the_classes_and_nothing_is_copied(world_size: int) -> None:
+    found = run_cases(_swapped, world_size, {way: (way,) for way in _WAYS})
+    others = "rank 0 has" if world_size == 2 else "ranks 0, 2 have"
+
+    for way, (_, text) in _WAYS.items():
+        said = f"\n  class of the module: rank 1 has {text.format('Teacher')}; {others} {text.format('Student')}\n"
+        assert all(said in error and error == found[way][0][0] for error, _ in found[way]), (way, found[way])
+        assert [weights for _, weights in found[way]] == [[10.0 * rank, 10.0 * rank + 1] for rank in range(world_size)]
+
+
+def test_the_same_order_on_all_ranks_is_silent() -> None:
+    found = run_cases(_alike, 2, {way: (way,) for way in _WAYS})
+
+    assert {way: [error for error, _ in of_ranks] for way, of_ranks in found.items()} == {
+        way: ["", ""] for way in _WAYS
+    }
+
+
+def _parametrized() -> nn.Module:
+    module = Student(2, 2)
+    parametrize.register_parametrization(module, "weight", nn.Identity())
+    return module
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (_parametrized, "ParametrizedStudent"),  # a class of its own for every module
+        (lambda: nn.Sequential(Student(1, 1), Student(1, 1), nn.Sequential()), "Sequential(Student, Sequential())"),
+        (lambda: torch.compile(Student(2, 2), backend="eager"), "Student"),
+    ],
+)
+def test_classes_of_equal_modules_have_one_text(make: Callable[[], nn.Module], text: str) -> None:
+    first, second = make(), make()
+
+    assert describe_module(first) == describe_module(second) == {"class of the module": text}
