@@ -23,15 +23,15 @@ from torch import nn
 
 from legacy_ddp import LayoutError, LegacyDistributedDataParallel
 from legacy_ddp import _torch as internals
+from legacy_ddp._explain.missing import compose, poll_ranks
 from legacy_ddp._memory.layout import Named, build_inventory, inventory_digest
 from legacy_ddp._ranks.agree import agree
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Header
 from legacy_ddp._ranks.private_groups import groups_of
 from legacy_ddp._watchdog.client import own_hosts
-from legacy_ddp._watchdog.poll import RankStatus, own_status, poll_ranks
-from legacy_ddp._watchdog.report import compose
 from legacy_ddp._watchdog.server import StatusServer
+from legacy_ddp._watchdog.status import RankStatus, own_status
 from tests.helpers.many_ranks import run_kinds
 
 STEPS = 3

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from _checkout import commit
 
 from legacy_ddp import SyncRecord
-from legacy_ddp._settings import CHECKS_VARIABLE
+from legacy_ddp._check_settings import CHECKS_VARIABLE
 
 Summary = dict[str, dict[str, Any]]
 

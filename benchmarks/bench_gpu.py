@@ -38,10 +38,11 @@ from _workloads import WORKLOADS, WRAPPERS, Workload, step
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp._check_settings import CHECKS_VARIABLE
 from legacy_ddp._memory.flat_buffer import DENSE, FlatBuffer
 from legacy_ddp._memory.plan import Planner, parameter_columns
 from legacy_ddp._replicas.state import digest_all
-from legacy_ddp._settings import CHECKS_VARIABLE, Settings
+from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
 
 SHARE_AIM, AIMED_AT = 0.80, ("pack", "unpack")

@@ -70,7 +70,7 @@ from _workloads import WORKLOADS, WRAPPERS, Workload, mean_square
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._settings import CHECKS_VARIABLE
+from legacy_ddp._check_settings import CHECKS_VARIABLE
 
 AIM, AGREE_WITHIN = 1.05, 0.15
 AIMED_AT = "ours, set_to_none=False"

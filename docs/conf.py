@@ -54,7 +54,7 @@ napoleon_numpy_docstring = False
 # Types without a public name.
 nitpick_ignore = [
     ("py:class", "legacy_ddp._check_settings.LossScaler"),
-    ("py:class", "legacy_ddp._replicas.attribution.Verdict"),
+    ("py:class", "legacy_ddp._explain.attribution.Verdict"),
     ("py:class", "legacy_ddp._wrapper.ModuleT_co"),
 ]
 # Names of other packages; their documentation is elsewhere, and an inventory would have to be downloaded.

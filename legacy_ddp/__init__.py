@@ -31,9 +31,8 @@ check_system()
 if TYPE_CHECKING:
     from legacy_ddp import data as data  # attributes, and no part of __all__
     from legacy_ddp import debug as debug
-    from legacy_ddp._call.all_reduce import all_reduce_gradients
     from legacy_ddp._record import RankRow, SyncRecord
-    from legacy_ddp._wrapper import LegacyDistributedDataParallel
+    from legacy_ddp._wrapper import LegacyDistributedDataParallel, all_reduce_gradients
 else:
     __getattr__ = lazy_names(
         __name__,
@@ -41,7 +40,7 @@ else:
             "LegacyDistributedDataParallel": "legacy_ddp._wrapper",
             "RankRow": "legacy_ddp._record",
             "SyncRecord": "legacy_ddp._record",
-            "all_reduce_gradients": "legacy_ddp._call.all_reduce",
+            "all_reduce_gradients": "legacy_ddp._wrapper",
         },
         submodules=("data", "debug"),
     )

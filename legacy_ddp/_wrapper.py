@@ -1,4 +1,4 @@
-"""The wrapper: constructor, public methods, and the text of ``print(model)``."""
+"""What a script calls: the wrapper, with the text of ``print(model)``, and the function for a plain module."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from legacy_ddp import _explain
 from legacy_ddp._call.all_reduce import all_reduce
 from legacy_ddp._call.broadcast import broadcast_buffers, broadcast_parameters, construct
 from legacy_ddp._call.join import Joining
 from legacy_ddp._call.pack import Arguments, Metrics
-from legacy_ddp._call.state import Synchronizer, are_forwards_private
+from legacy_ddp._call.state import Synchronizer, are_forwards_private, synchronizer_of
 from legacy_ddp._check_settings import Checks, Level
 from legacy_ddp._errors import LegacyDDPError, show_usable
 from legacy_ddp._interrupts import undone_by
@@ -24,7 +25,7 @@ from legacy_ddp._log import log_construction, script_level
 from legacy_ddp._memory.layout import Layout
 from legacy_ddp._memory.plan import Plan, parameter_columns
 from legacy_ddp._ranks.header import Operation
-from legacy_ddp._ranks.private_groups import GroupHandle
+from legacy_ddp._ranks.private_groups import GroupHandle, resolve_group
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import (
     AbsentGradients,
@@ -49,6 +50,8 @@ if TYPE_CHECKING:  # Python's own TypeVar has a default from 3.13 on; without a 
     ModuleT_co = DefaultedTypeVar("ModuleT_co", bound=nn.Module, covariant=True, default=nn.Module)
 else:
     ModuleT_co = TypeVar("ModuleT_co", bound=nn.Module, covariant=True)
+
+_explain.install()  # before the first call
 
 _WORLD_SIZE = (
     "world_size is deprecated: it is only compared with the size of the process group; leave it out, and pass "
@@ -469,3 +472,39 @@ def _settings_line(settings: Settings) -> str:
     changed.pop("transport", None)  # shown with the group
     checks = changed.pop("checks", None) or repr(settings.checks.level)
     return ", ".join([*(f"{name}={value!r}" for name, value in changed.items()), f"checks={checks}"])
+
+
+def all_reduce_gradients(
+    module_or_params: nn.Module | Iterable[torch.Tensor],
+    *,
+    process_group: Group | None = None,
+    sample_size: SupportsIndex | float | None = None,
+    skip: bool = False,
+    metrics: Metrics = None,
+) -> SyncRecord:
+    """The same as :meth:`LegacyDistributedDataParallel.all_reduce`, of a plain module without this wrapper.
+
+    Collective. The state between calls (flat buffers, counts) lives as long as the module, or the first of the
+    parameters. The ranks compare nothing before the first call. Parameters given without a module are named by their
+    position. The checks are the default checks, except for ``unsynchronized_step="allow"``; replicas and steps
+    are not compared.
+
+    Args:
+        module_or_params: a module, or parameters (not their gradients) of any shapes, in the same order on every rank.
+        process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
+        sample_size, skip, metrics: as for the wrapper.
+
+    Raises:
+        As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors; ValueError: no
+        tensor of the list requires grad.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> layer(inputs * rank).sum().backward()
+        >>> record = all_reduce_gradients(layer)
+        >>> layer.weight.grad  # the mean of 0, 3 and 6
+        tensor([[3., 3.]])
+    """
+    synchronizer, parameters = synchronizer_of(module_or_params)
+    arguments = Arguments(sample_size, skip, metrics)
+    return synchronizer.end_call(all_reduce(synchronizer, parameters, resolve_group(process_group), arguments))

@@ -12,6 +12,7 @@ LAYERS = (
     "_statistics",
     "_text",
     "_errors",
+    "_explainer",
     "_interrupts",
     "_torch",
     "_log",
@@ -25,6 +26,7 @@ LAYERS = (
     "_record",
     "_replicas",
     "_call",
+    "_explain",
     "_wrapper",
     "__init__",
     "debug/_operations",
@@ -60,14 +62,19 @@ def _file(name: str) -> Path:
 
 
 def _imported(path: Path) -> Iterator[Path]:
-    """The files of the package that ``path`` imports."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """The files of the package that ``path`` imports, also only for type checkers but in ``FOR_TYPES``."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if path in FOR_TYPES:
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "legacy_ddp":
             yield from (_file(f"{node.module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from (_file(alias.name) for alias in node.names if alias.name.split(".")[0] == "legacy_ddp")
 
 
+# The signatures of the interface between the core and `_explain` name classes of the layers that use it.
+FOR_TYPES = [PACKAGE / "_explainer.py"]
 # Attributes of the package, for type checkers; at run time they are imported at their first use.
 LAZY = [(PACKAGE / "__init__.py", PACKAGE / "data.py"), (PACKAGE / "__init__.py", PACKAGE / "debug" / "__init__.py")]
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,19 +1,17 @@
 """The collective call: plan → pack → facts → agree → compare → route → reduce → alias → end → record."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, SupportsIndex
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.check import LocalStep
-from legacy_ddp._call.pack import Arguments, Metrics, pack, sum_metrics
+from legacy_ddp._call.pack import Arguments, pack, sum_metrics
 from legacy_ddp._call.reduce import Payload, discard_gradients, kinds_of_results
-from legacy_ddp._call.state import Synchronizer, synchronizer_of
+from legacy_ddp._call.state import Synchronizer
 from legacy_ddp._call.transport_choice import HOST, Transport
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_call
@@ -21,7 +19,6 @@ from legacy_ddp._memory.plan import Columns
 from legacy_ddp._ranks.agree import Agreement, agree, announce_failure
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Operation
-from legacy_ddp._ranks.private_groups import resolve_group
 from legacy_ddp._record import SyncRecord
 
 
@@ -176,39 +173,3 @@ def _record(
     if observers.reduced:
         observers.reduced.notify(record)
     return record
-
-
-def all_reduce_gradients(
-    module_or_params: nn.Module | Iterable[torch.Tensor],
-    *,
-    process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    sample_size: SupportsIndex | float | None = None,
-    skip: bool = False,
-    metrics: Metrics = None,
-) -> SyncRecord:
-    """The same as :meth:`LegacyDistributedDataParallel.all_reduce`, of a plain module without this wrapper.
-
-    Collective. The state between calls (flat buffers, counts) lives as long as the module, or the first of the
-    parameters. The ranks compare nothing before the first call. Parameters given without a module are named by their
-    position. The checks are the default checks, except for ``unsynchronized_step="allow"``; replicas and steps
-    are not compared.
-
-    Args:
-        module_or_params: a module, or parameters (not their gradients) of any shapes, in the same order on every rank.
-        process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
-        sample_size, skip, metrics: as for the wrapper.
-
-    Raises:
-        As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors; ValueError: no
-        tensor of the list requires grad.
-
-    Example:
-        >>> layer = torch.nn.Linear(2, 1)
-        >>> layer(inputs * rank).sum().backward()
-        >>> record = all_reduce_gradients(layer)
-        >>> layer.weight.grad  # the mean of 0, 3 and 6
-        tensor([[3., 3.]])
-    """
-    synchronizer, parameters = synchronizer_of(module_or_params)
-    arguments = Arguments(sample_size, skip, metrics)
-    return synchronizer.end_call(all_reduce(synchronizer, parameters, resolve_group(process_group), arguments))

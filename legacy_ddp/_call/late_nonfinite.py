@@ -22,11 +22,10 @@ from legacy_ddp._call.nonfinite import (
     MAX_NAMES,
     NonFinite,
     NonFiniteGradients,
-    describe_nonfinite,
-    describe_rank,
     inspect,
     may_overflow,
 )
+from legacy_ddp._explainer import explainer
 from legacy_ddp._log import warn
 from legacy_ddp._memory.flat_buffer import DENSE
 from legacy_ddp._ranks.agree import Agreement
@@ -172,7 +171,7 @@ class LateNonFiniteGradients(Check):
             found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
         if all(may_overflow(details.scale) for details in found):
             return None
-        return describe_nonfinite(name, ranks, found, call.settings, reaction="warn", found_in=str(call))
+        return explainer().nonfinite(name, ranks, found, call.settings, reaction="warn", found_in=str(call))
 
 
 def _has_bit(word: int, number: int) -> bool:
@@ -221,6 +220,6 @@ def _tell_rest(ring: _Ring) -> None:
         number, details = min(ring.bad.items())
         text = (
             f"{ring.call_names[number]}: non-finite gradients on rank {ring.rank}, found after its last call:\n"
-            f"  {describe_rank(details)}"
+            f"  {explainer().nonfinite_of_rank(details)}"
         )
         warn(ring.rank, text, NonFiniteGradients.section)

@@ -6,23 +6,23 @@ the ranks exchange details, a few hundred bytes per rank.
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from legacy_ddp._call.check import Check, LocalStep, Subject
 from legacy_ddp._call.pack import Packed
-from legacy_ddp._check_settings import LossScaler, Nonfinite
+from legacy_ddp._check_settings import LossScaler
 from legacy_ddp._errors import NonFiniteGradientError
+from legacy_ddp._explainer import explainer
 from legacy_ddp._memory.plan import Plan
 from legacy_ddp._ranks.agree import Agreement
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Flag
 from legacy_ddp._ranks.private_groups import Groups
-from legacy_ddp._settings import Settings
 from legacy_ddp._steps.step_counter import used_scaler, watch_scalers
-from legacy_ddp._text import MAX_LINES, TIE, error_line, name_ranks, wrap
+from legacy_ddp._text import error_line, name_ranks
 from legacy_ddp._torch import device as devices
 
 MAX_NAMES = 5
@@ -102,7 +102,7 @@ class NonFiniteGradients(Check):
             found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
         if reaction != "skip" and all(may_overflow(details.scale) for details in found):
             return None
-        text = describe_nonfinite(
+        text = explainer().nonfinite(
             str(call), ranks, found, call.settings, reaction=reaction, skipped_calls=self._skipped_calls
         )
         if reaction == "raise":
@@ -130,82 +130,6 @@ def _have_scalers(call: Call, agreement: Agreement, ranks: Sequence[int]) -> boo
     raise NonFiniteGradientError(text, ranks=without, call=call.number, phase="agree")
 
 
-def describe_nonfinite(
-    call_name: str,
-    ranks: Sequence[int],
-    found: Sequence[NonFinite],
-    settings: Settings,
-    *,
-    reaction: Nonfinite,
-    skipped_calls: int = 0,
-    found_in: str = "",
-) -> str:
-    """The text of the error or warning, equal on every rank. ``found``: of all ranks; ``ranks``: with non-finite
-    gradients. ``skipped_calls``: with the reaction ``"skip"``, this call included. ``found_in``: a later call, which
-    found the gradients after they were exchanged."""
-    by_text: dict[str, list[int]] = {}
-    for rank, details in enumerate(found):
-        if rank in ranks or details.failure:
-            by_text.setdefault(describe_rank(details), []).append(rank)
-    lines = [f"{name_ranks(same)}: {text}" for text, same in list(by_text.items())[:MAX_LINES]]
-    if len(by_text) > MAX_LINES:
-        lines.append(f"... {sum(map(len, list(by_text.values())[MAX_LINES:]))} more ranks, each with different details")
-    affected = [found[rank] for rank in ranks]
-    steps = _next_steps(affected, found, settings, reaction, skipped_calls, is_late=bool(found_in))
-    wrapped = [line for text in lines for line in wrap(text, "  ", break_words=False, ties=True)]
-    wrapped += [line for text in steps for line in wrap(text, break_words=False)]
-    where = f"in {found_in}, when the device had told them" if found_in else "before they were exchanged"
-    return "\n".join([f"{call_name}: non-finite gradients, found {where}:", *wrapped])
-
-
-def _next_steps(
-    affected: Sequence[NonFinite],
-    found: Sequence[NonFinite],
-    settings: Settings,
-    reaction: Nonfinite,
-    skipped_calls: int,
-    *,
-    is_late: bool,
-) -> Iterator[str]:
-    scales = [details.scale for details in found if details.scale is not None]
-    without = [rank for rank, details in enumerate(found) if details.scale is None and not details.failure]
-    if len(scales) == len(found):
-        scale = next(scale for scale in scales if not may_overflow(scale))
-        yield f"the GradScaler's scale is {scale:g}: to skip this step would not help"
-    elif scales and without:
-        yield f"no GradScaler is enabled on {name_ranks(without)}: not all ranks would skip this step"
-    if any(details.bad_weights for details in affected):
-        yield "go back to finite parameters, and look at the step that broke them"
-    elif reaction == "raise":
-        yield "nothing changed: mend the cause, or zero_grad() on all ranks drops this step"
-    if reaction == "skip":
-        yield (
-            f"all ranks skip this step ({skipped_calls} until now): every .grad is None, and record.skipped is True "
-            "(told again after 10, 100, ... skipped steps, and after finite gradients)"
-        )
-    if reaction == "warn":
-        received, stop = ("has got them", "in time") if is_late else ("gets them now", "here instead")
-        yield (
-            f"every rank {received} (warned once until all are finite again); see "
-            f"{settings.how_to_check('nonfinite=...')} to stop {stop}"
-        )
-    takes_scaler = not settings.by_environment
-    pass_it = "pass it as Checks(grad_scaler=...) on all ranks, or " if takes_scaler else ""
-    users = [rank for rank, details in enumerate(found) if details.has_other_scaler]
-    if users and reaction == "skip":
-        yield (
-            f"a GradScaler of {name_ranks(users)} was not passed, and its step() fails without gradients: {pass_it}"
-            "step only if record.skipped is False"
-        )
-    elif users and takes_scaler:
-        yield (
-            f"a GradScaler of {name_ranks(users)} was not passed: pass the scaler as Checks(grad_scaler=...) on all "
-            "ranks, and a step that the scaler skips is no error"
-        )
-    if reaction == "warn" and not scales and takes_scaler:
-        yield "if a loss scaler of your own skips such steps, pass the scaler as Checks(grad_scaler=...)"
-
-
 def may_overflow(scale: float | None) -> bool:
     """Whether the scale of a GradScaler may have caused the infinity.
 
@@ -213,32 +137,6 @@ def may_overflow(scale: float | None) -> bool:
     mend that by skipping steps.
     """
     return scale is not None and 1 < scale < math.inf
-
-
-def describe_rank(details: NonFinite) -> str:
-    if details.failure:
-        return f"inspection failed: {details.failure}"
-    if details.bad_grads == details.present > 1:
-        hint = "" if details.bad_weights else ": look at its loss and its input"
-        parts = [f"every gradient ({details.bad_grads} of {details.present} parameters){hint}"]
-    else:
-        parts = [
-            f"{name!r}: {_format_counts(*counts)}" if counts else repr(name) for name, counts in details.counts.items()
-        ]
-        parts += _more(details.bad_grads - len(details.counts))
-    if details.bad_weights:
-        names = [*map(repr, details.weights), *_more(details.bad_weights - len(details.weights))]
-        parts.append(f"parameters that were not finite before this backward: {', '.join(names)}")
-    return "; ".join(parts)
-
-
-def _more(count: int) -> list[str]:
-    return [f"... {count} more"] if count else []
-
-
-def _format_counts(nan: int, inf: int, numel: int) -> str:
-    counts = [f"{count} {value}" for count, value in ((nan, "NaN"), (inf, "inf")) if count]
-    return f"{' and '.join(counts)} of {numel}".replace(" ", TIE)
 
 
 def inspect(call: Call, find: Callable[[], NonFinite], *, search: bool) -> NonFinite:

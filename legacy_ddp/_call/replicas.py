@@ -13,7 +13,6 @@ Buffers that some ranks alone hold are told in the first call after the names ha
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,14 +20,13 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.check import Check, LocalStep, Ring, Row, Subject
 from legacy_ddp._errors import LayoutError
+from legacy_ddp._explainer import ExplainedReplicas
 from legacy_ddp._log import warn
 from legacy_ddp._ranks.agree import Agreement, agreed_error, gather_context
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Flag
 from legacy_ddp._ranks.private_groups import Groups
-from legacy_ddp._replicas.compare import divergence_error
 from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
-from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.rotation import PeriodicDigests, Reading, RotatingDigests, devices_of, find_failure
 from legacy_ddp._replicas.state import named_buffers
 from legacy_ddp._text import Finding, compare_groups, error_line, list_some
@@ -202,13 +200,13 @@ class Replicas(Check):
         # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
         digests.buffers.has_run |= step.header.micro_batches > 0
         if self._late is not None:
-            report = self._compare_row(call, self._late, agreement)
+            explained = self._compare_row(call, self._late, agreement)
         else:
-            report = self._compare_digests(call, digests, agreement)
-        if report is None:
+            explained = self._compare_digests(call, digests, agreement)
+        if explained is None:
             return None
         _, notes = gather_context(call)
-        error = divergence_error(call, replace(report, notes=(*report.notes, *notes)))
+        error = explained.error(notes)
         if call.checks.compares_replicas or call.checks.divergence == "raise":
             raise error
         return f"{error}\n  {_WARNED_ONCE}"
@@ -244,7 +242,7 @@ class Replicas(Check):
             with torch.no_grad():
                 self.digests.buffers.mark(wrapper.module)
 
-    def _compare_digests(self, call: Call, digests: ReplicaDigests, agreement: Agreement) -> ReplicaReport | None:
+    def _compare_digests(self, call: Call, digests: ReplicaDigests, agreement: Agreement) -> ExplainedReplicas | None:
         # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
         if not agreement.common_flags & Flag.SIGNED:
             return None
@@ -282,14 +280,14 @@ class Replicas(Check):
         )
         warn(call.groups.rank, text, self.section)
 
-    def _compare_row(self, call: Call, digests: RotatingDigests, agreement: Agreement) -> ReplicaReport | None:
+    def _compare_row(self, call: Call, digests: RotatingDigests, agreement: Agreement) -> ExplainedReplicas | None:
         """Compare the digests of an earlier call, if its row is the next, and every rank has a digest."""
         found = self._rings[call.groups].go_on(agreement.column("generators"))
         if found is None or not all(found[1]):
             return None
         left = agreement.ranks_with(Flag.JOINED)
         compared = {rank: digest for rank, digest in enumerate(found[1]) if rank not in left}
-        report = digests.compare(call, left, compared, found[0])
-        if report is not None and call.checks.divergence == "raise":
+        explained = digests.compare(call, left, compared, found[0])
+        if explained is not None and call.checks.divergence == "raise":
             digests.generation += 1  # the rows on the way have the same difference
-        return report
+        return explained

@@ -12,13 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from legacy_ddp._explainer import DifferingReplicas, ExplainedReplicas, explainer
 from legacy_ddp._memory.layout import distinct, fingerprint
 from legacy_ddp._ranks.agree import ranks_where
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._replicas import state
-from legacy_ddp._replicas.attribution import StepDigests
-from legacy_ddp._replicas.compare import add_moved, compare_items
-from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import (
     Begun,
     SharedBuffers,
@@ -34,6 +32,52 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._steps.policy import StepPolicy
 from legacy_ddp._steps.step_counter import StepObserver
 from legacy_ddp._torch.device import Reader
+
+
+@dataclass
+class StepDigests:
+    """Digests (see :func:`digest_all`) in the order of the phases; 0 for a phase that did not happen.
+
+    ``parameters_at_call``, ``gradients_at_call``: as the last call left them. ``steps``: the number of steps since
+    then. ``membership``: the parameters that the stepped optimizers hold. ``parameters_at_step``,
+    ``gradients_at_step``: as the steps found them. ``parameters_after_step``: as the steps left them. These four are
+    sums over all steps. ``parameters``, ``buffers``: now.
+
+    The other fields are not in :attr:`digest`, because they are evidence about this rank. ``changed_before``:
+    parameters changed between the call, or the previous step, and a step. ``changed_after``: parameters changed between
+    the last step, or the call, and now. ``state_changed_before``, ``state_changed_after``: the same for optimizer
+    state, since the previous step. A change that recurs at every step is not evidence and leaves these four False.
+    ``has_stale_parameter``: an optimizer holds a tensor that is not in the model, in place of a parameter.
+    ``membership_text``: the contents of the optimizers. ``other_steps``: steps of optimizers without any parameter of
+    the model.
+    """
+
+    parameters_at_call: int = 0
+    gradients_at_call: int = 0
+    steps: int = 0
+    membership: int = 0
+    parameters_at_step: int = 0
+    gradients_at_step: int = 0
+    parameters_after_step: int = 0
+    parameters: int = 0
+    buffers: int = 0
+    changed_before: bool = False
+    changed_after: bool = False
+    state_changed_before: bool = False
+    state_changed_after: bool = False
+    has_stale_parameter: bool = False
+    membership_text: str = ""
+    other_steps: int = 0
+
+    @property
+    def digest(self) -> int:
+        """One digest of everything that replicas share."""
+        phases = (
+            *(self.parameters_at_call, self.gradients_at_call),
+            *(self.steps, self.membership, self.parameters_at_step, self.gradients_at_step),
+            *(self.parameters_after_step, self.parameters, self.buffers),
+        )
+        return fingerprint(repr(phases).encode())
 
 
 class SteppedOptimizers:
@@ -208,8 +252,8 @@ class ReplicaDigests(StepObserver, ABC):
         """The digests of all ranks are equal in ``call``."""
 
     @abstractmethod
-    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
+    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ExplainedReplicas | None:
+        """The differences if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
 
     @abstractmethod
     def end_call(self, call: Call, /) -> None:
@@ -319,7 +363,7 @@ class StepHistory(ReplicaDigests):
         self._is_torn = was_torn
         return digests.digest
 
-    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
+    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ExplainedReplicas | None:
         if len(set(digests.values())) <= 1:
             return None
         if self.buffers.learn(call, self._module, left_out):
@@ -328,10 +372,11 @@ class StepHistory(ReplicaDigests):
             if len(set(digests.values())) <= 1:
                 return None
         moved = ranks_where(call, digest_all(self._parameters) != self.digests.parameters)
-        report = compare_items(call, self._items(with_groups=False), self.snapshot, left_out=left_out)
-        report = add_moved(report, moved, digests)
+        items = self._items(with_groups=False)
+        found = DifferingReplicas(call, items, digests, left_out, moved, evidence=self.snapshot)
+        explained = explainer().replicas(found)
         self.restart()  # the difference is reported; an unrepaired difference shows again in the next call
-        return report
+        return explained
 
     def end_call(self, call: Call, /) -> None:
         """Begin new digests with the gradients of a successful call."""

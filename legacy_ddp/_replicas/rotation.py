@@ -6,7 +6,7 @@ The first is the check of level ``info``, which compares the whole replica in 16
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -14,19 +14,18 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._explainer import DifferingReplicas, ExplainedReplicas, explainer
 from legacy_ddp._memory.layout import distinct, fingerprint
 from legacy_ddp._memory.plan import Planner
 from legacy_ddp._ranks.agree import ranks_where
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.private_groups import Groups
-from legacy_ddp._replicas.attribution import AT_START, name_digest
-from legacy_ddp._replicas.compare import LARGE_BYTES, LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, equal_groups
 from legacy_ddp._replicas.history import ReplicaDigests
-from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import (
     add_memory,
     as_bytes,
     begin_sums,
+    equal_groups,
     gather_digests,
     is_digestible,
 )
@@ -40,11 +39,6 @@ TENSOR_COST = 2**14  # the cost of a tensor besides its bytes: a thousand small 
 _ALIGNMENT = 64
 _KINDS = ("parameters", "buffers")
 MAX_WARNINGS = 5  # in a streak
-_CAUSE = (
-    "a write outside of a step(), another start (seed, checkpoint), a step() of its own (inside no_sync(), learning "
-    "rate, optimizer state, gradients changed after the call), or memory that does not keep its bits"
-)
-
 _Tensors = tuple[int, tuple[str, ...], tuple[int, ...]]  # the id of a dictionary, its keys, and the ids of its tensors
 _Sides = tuple[tuple[int, ...], ...]  # groups of ranks with equal digests
 
@@ -238,7 +232,7 @@ class RotatingDigests(ReplicaDigests):
 
     def compare(
         self, call: Call, left_out: Collection[int], digests: Mapping[int, int], number: int | None = None
-    ) -> ReplicaReport | None:
+    ) -> ExplainedReplicas | None:
         """As in the base class; collective only after a difference that is not known yet, and with
         ``divergence="raise"`` after every difference. ``number``: of the call of the digests, by default ``call``."""
         number = number or call.number
@@ -265,21 +259,18 @@ class RotatingDigests(ReplicaDigests):
                 self._note_agreement(call.groups, number)
                 return None
         streak = streak or _Streak(number)
-        report = compare_items(
-            call,
-            self._items(with_groups=True),
-            None,
-            largest_bytes=LARGE_BYTES_BY_DEFAULT if self._warns else LARGE_BYTES,
-            left_out=left_out,
-            told=streak.told,
+        items = self._items(with_groups=True)
+        differing_replicas = DifferingReplicas(
+            call, items, digests, left_out, moved, told=streak.told, is_brief=self._warns
         )
-        # Optimizers may differ by design (sharded state).
-        if not any(item.kind in _KINDS for item in report.differences):
+        explained = explainer().replicas(differing_replicas)
+        shared = [item for item in explained.differences if item.kind in _KINDS]
+        if not shared:  # optimizers may differ by design (sharded state)
             memory.pause_end = number + MAX_PARTS
             return None
         memory.streak = streak
         differing = self._find_differing(call, left_out)
-        found = [(item.name, item.sides) for item in report.differences if item.kind in _KINDS]
+        found = [(item.name, item.sides) for item in shared]
         if moved:  # the present parameters are not those of the digest: only the sides of this part are known
             turn = number % differing.part_count
             differing = differing._replace(sides=[(turn, sides)])
@@ -288,8 +279,7 @@ class RotatingDigests(ReplicaDigests):
         if not new:
             return None
         last = max((differing.agreed[turn] for turn, _ in differing.sides), default=0)
-        report = with_evidence(call, report, last, number)
-        return add_moved(_with_news(report, streak, new), moved, digests)
+        return explained.between(last, number, _news(streak, new))
 
     def end_call(self, _: Call, /) -> None:
         self.optimizers.clear()
@@ -446,28 +436,14 @@ def _try(device: torch.device) -> str:
     return ""
 
 
-def with_evidence(call: Call, report: ReplicaReport, last: int, number: int) -> ReplicaReport:
-    """``report`` with the calls between which the difference came about, and its possible causes.
-
-    ``last``: the last call without the difference, 0 without one. ``number``: the call whose digests differ.
-    """
-    found = "this call" if number == call.number else f"call {number}, as the device has told by this call"
-    verdict = replace(report.verdict, since=f"between {name_digest(last)} and {found}")
-    if number == 1:
-        verdict = replace(verdict, phase="start", since=AT_START.since, cause=AT_START.cause)
-    elif verdict.phase == "unknown":
-        verdict = replace(verdict, cause=_CAUSE)
-    return replace(report, verdict=verdict)
-
-
-def _with_news(report: ReplicaReport, streak: _Streak, new: Sequence[str]) -> ReplicaReport:
-    """``report`` with a note about the things that differ for the first time, in a later warning of a streak."""
-    if streak.warnings <= 1 or not new:
-        return report
+def _news(streak: _Streak, new: Sequence[str]) -> str:
+    """A note about the things that differ for the first time, in a later warning of a streak; else empty."""
+    if streak.warnings <= 1:
+        return ""
     note = f"new since the last warning, or on other ranks: {list_some(new)}"
     if streak.warnings == MAX_WARNINGS:
         note += f"; this is the last warning until {MAX_PARTS} calls in a row agree"
-    return replace(report, notes=(*report.notes, note))
+    return note
 
 
 def _tensors_of(module: nn.Module) -> list[_Tensors]:

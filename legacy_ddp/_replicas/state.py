@@ -33,9 +33,8 @@ from legacy_ddp._memory.layout import (
     fingerprint,
 )
 from legacy_ddp._ranks.call import Call
-from legacy_ddp._replicas.element_compare import format_element
 from legacy_ddp._settings import Settings
-from legacy_ddp._text import list_some
+from legacy_ddp._text import group_ranks, list_some
 from legacy_ddp._torch import device as devices
 from legacy_ddp._torch.device import read_vectors
 
@@ -289,24 +288,6 @@ def digest_items(items: Sequence[StateItem]) -> int:
     return fingerprint(json.dumps([bits, [(item.name, describe_value(item.value)) for item in items]]).encode())
 
 
-def describe_items(items: Sequence[StateItem]) -> dict[str, str]:
-    """The text of each item by name; of a tensor, its type and its digest; of a scalar in an optimizer, its number."""
-    tensors = {index: item.value for index, item in enumerate(items) if isinstance(item.value, torch.Tensor)}
-    scalars = {
-        index
-        for index, tensor in tensors.items()
-        if items[index].kind == "optimizer" and tensor.ndim == 0 and tensor.layout is torch.strided
-    }
-    contents = {index: format_element(tensors[index]) for index in scalars}
-    hashed = {index: tensor for index, tensor in tensors.items() if index not in scalars}
-    digests = zip(hashed, digest_each(hashed.values()), strict=True)
-    contents |= {index: f"{digest % 2**64:016x}" for index, digest in digests}
-    return {
-        item.name: describe_value(item.value) + (f" {contents[index]}" if index in contents else "")
-        for index, item in enumerate(items)
-    }
-
-
 def digest_generators(module: nn.Module) -> int:
     """A digest of the random generators of this process: of torch, of Python, and the global one of NumPy."""
     states: list[object] = [digest_all(torch_generators(module)), random.getstate()]
@@ -494,6 +475,11 @@ class SharedBuffers:
                 found.add(name)
         self.statistics |= found
         return bool(found)
+
+
+def equal_groups(digests: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks with equal digests, by their lowest ranks. ``digests``: by rank."""
+    return tuple(sorted(ranks for _, ranks in group_ranks(list(digests.values()), list(digests))))
 
 
 def gather_digests(call: Call, digest: int, left_out: Collection[int]) -> dict[int, int]:

@@ -5,7 +5,6 @@ the number of the call to a word of pinned memory. The watchdog reads this word.
 block while another thread of the process waits in it.
 """
 
-import os
 import threading
 import time
 from collections import deque
@@ -21,9 +20,6 @@ from legacy_ddp._torch import device as devices
 _RING_SIZE = 16
 # Pause between two looks at a payload that was reported: its completion is worth a line.
 _LOOK_AGAIN_SECONDS = 1.0
-# The flight recorder of torch for NCCL; the names of newer versions first.
-_RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 class Progress(IntEnum):
@@ -180,13 +176,3 @@ class PayloadWatch:
             with torch.inference_mode(False):  # otherwise only inference mode could write to it
                 self._words[place] = devices.host_numbers(_RING_SIZE, place).unbind()
         return self._words[place][serial % _RING_SIZE]
-
-
-def recorder_text() -> str:
-    """Where torch's flight recorder for NCCL leaves its dump; empty if the environment does not switch it on."""
-    environment = os.environ
-    if next((environment[name] for name in _RECORDER_SIZES if name in environment), "0") == "0":
-        return ""
-    prefix = next((environment[name] for name in _RECORDER_FILES if name in environment), "")
-    where = f"{prefix}RANK" if prefix else f"the file that torch chooses ({_RECORDER_FILES[-1]} sets it)"
-    return f"torch's flight recorder is on: at the timeout of the process group its dump goes to {where}"

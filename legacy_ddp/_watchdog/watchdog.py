@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from legacy_ddp._explainer import explainer
 from legacy_ddp._steps.policy import local_work_text
 from legacy_ddp._text import error_line, name_ranks
 from legacy_ddp._watchdog.client import (
@@ -28,17 +29,16 @@ from legacy_ddp._watchdog.client import (
 )
 from legacy_ddp._watchdog.ending import error_behind, exit_reason, watch_exit
 from legacy_ddp._watchdog.payloads import Payload, PayloadWatch
-from legacy_ddp._watchdog.poll import LEFT_AFTER_LOSS, GroupView, own_status, poll_ranks
 from legacy_ddp._watchdog.process import Identity
-from legacy_ddp._watchdog.report import (
-    Report,
-    WarningPolicy,
-    compose,
-    compose_payload,
-    format_loss,
-)
 from legacy_ddp._watchdog.report_file import ReportFile
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
+from legacy_ddp._watchdog.status import (
+    LEFT_AFTER_LOSS,
+    GroupView,
+    Row,
+    own_status,
+)
+from legacy_ddp._watchdog.warning_policy import Report, WarningPolicy
 
 # A collective may still complete if a rank ends after its own part of the collective.
 _GRACE_SECONDS = 0.5
@@ -242,13 +242,13 @@ class FailureRecord:
             if self.failure is None:
                 self.failure, self._recorded_at = failure, time.monotonic()
             rows = self._view.local_rows(failure)
-            report = compose(rows, failure, was_polled=False)
+            report = explainer().waiting(rows, failure, was_polled=False)
             self._missing = report.missing
         self._policy.save(report, "from this rank alone, before any other rank was asked:\n")
         if logs:
             # Before a poll a rank of another host may be the missing one: the reason alone may say more.
             missing = report.summary if report.missing and not failure.ranks else ""
-            self._policy.notify_loss(format_loss(rows[self._view.own.rank], failure.reason, missing), report)
+            self._policy.notify_loss(explainer().loss(rows[self._view.own.rank], failure.reason, missing), report)
 
     def finalize(self, report: Report) -> Report:
         """Save ``report`` as the final report, unless there is a final report; return the final report."""
@@ -283,6 +283,12 @@ def _report_seconds(size: int) -> float:
     """
     rounds = -(-size // MAX_CONCURRENT_REQUESTS)
     return PATIENT_SECONDS * (1 + 3 * rounds)
+
+
+def _compose(rows: Sequence[Row], failure: Failure | None, serial: int, payload_of: str, *, was_polled: bool) -> Report:
+    if payload_of:
+        return explainer().payload(rows, payload_of, serial)
+    return explainer().waiting(rows, failure, was_polled=was_polled)
 
 
 @dataclass
@@ -356,8 +362,7 @@ class ReportExchange:
                 if not is_composed:
                     is_composed, deadline = True, time.monotonic() + _report_seconds(len(self._view.peers))
                 self._background.sleep_and_run_pending(_RETRY_SECONDS + _RETRY_SECONDS_PER_RANK * len(self._view.peers))
-        rows = self._view.local_rows(failure)
-        return compose_payload(rows, payload_of, serial) if payload_of else compose(rows, failure, was_polled=False)
+        return _compose(self._view.local_rows(failure), failure, serial, payload_of, was_polled=False)
 
     def _start_report(self, failure: Failure | None, serial: int = 0, payload_of: str = "") -> _SharedReport:
         shared = _SharedReport()
@@ -365,8 +370,8 @@ class ReportExchange:
         return shared
 
     def _make_report(self, shared: _SharedReport, failure: Failure | None, serial: int, payload_of: str) -> None:
-        rows = poll_ranks(self._view.peers, self._view.own, twice=failure is None)
-        report = compose_payload(rows, payload_of, serial) if payload_of else compose(rows, failure)
+        rows = explainer().poll(self._view.peers, self._view.own, twice=failure is None)
+        report = _compose(rows, failure, serial, payload_of, was_polled=True)
         if failure is not None:
             report = self._record.finalize(report)
             # Before any rank fetches the report: a rank with the report leaves, and would then look missing.

@@ -9,8 +9,8 @@ from legacy_ddp._errors import lazy_names
 
 # These modules import torch, which the command does not need.
 if TYPE_CHECKING:
-    from legacy_ddp._replicas.element_compare import ElementDifference
-    from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
+    from legacy_ddp._explain.element_compare import ElementDifference
+    from legacy_ddp._explain.replica_report import ReplicaDifference, ReplicaReport
     from legacy_ddp.debug._check_replicas import check_replicas
     from legacy_ddp.debug._cross import CrossCheck, cross_check
     from legacy_ddp.debug._cross_check.verdict import CrossCheckReport
@@ -22,10 +22,10 @@ else:
         {
             "CrossCheck": "legacy_ddp.debug._cross",
             "CrossCheckReport": "legacy_ddp.debug._cross_check.verdict",
-            "ElementDifference": "legacy_ddp._replicas.element_compare",
+            "ElementDifference": "legacy_ddp._explain.element_compare",
             "Recorder": "legacy_ddp.debug._recorder",
-            "ReplicaDifference": "legacy_ddp._replicas.report",
-            "ReplicaReport": "legacy_ddp._replicas.report",
+            "ReplicaDifference": "legacy_ddp._explain.replica_report",
+            "ReplicaReport": "legacy_ddp._explain.replica_report",
             "check_replicas": "legacy_ddp.debug._check_replicas",
             "cross_check": "legacy_ddp.debug._cross",
             "digest": "legacy_ddp.debug._operations.digest",

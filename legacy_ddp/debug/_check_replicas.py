@@ -11,14 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._check_settings import as_names
+from legacy_ddp._explain.compare import (
+    DETAILS,
+    LocalState,
+    compare_headers,
+    divergence_error,
+)
+from legacy_ddp._explain.replica_report import ReplicaReport
 from legacy_ddp._memory.layout import inventory_digest
 from legacy_ddp._ranks.agree import agree, announcing_failures
 from legacy_ddp._ranks.call import check_can_communicate
 from legacy_ddp._ranks.header import Header, Operation
 from legacy_ddp._replicas import state as hold
-from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers, divergence_error
 from legacy_ddp._replicas.history import StepHistory
-from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import parameter_groups
 from legacy_ddp._text import list_some
 from legacy_ddp.debug._arguments import Optimizers, Target, as_optimizers, target_of

@@ -16,12 +16,18 @@ from torch.nn.parameter import is_lazy
 from legacy_ddp import _torch as internals
 from legacy_ddp._check_settings import as_names
 from legacy_ddp._errors import ReplicaDivergenceError, argument_errors
+from legacy_ddp._explain.compare import (
+    DETAILS,
+    LocalState,
+    compare_headers,
+    describe_items,
+    divergence_error,
+)
 from legacy_ddp._memory.layout import build_inventory, distinct, inventory_digest
 from legacy_ddp._ranks.agree import agree, announcing_failures
 from legacy_ddp._ranks.call import Call, check_can_communicate
 from legacy_ddp._ranks.header import Header, Operation
 from legacy_ddp._replicas import state as replica_state
-from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers, divergence_error
 from legacy_ddp._text import format_bytes
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
@@ -292,7 +298,7 @@ def _describe(module: nn.Module, run_values: Mapping[str, Any], arguments: Mappi
         **{f"argument {name}": str(value) for name, value in arguments.items()},
         **build_inventory(distinct(module.named_parameters(remove_duplicate=False)), kind="parameter"),
         **build_inventory(distinct(module.named_buffers(remove_duplicate=False)), kind="buffer"),
-        **{f"tensor in {name}": text for name, text in replica_state.describe_items(items).items()},
+        **{f"tensor in {name}": text for name, text in describe_items(items).items()},
     }
 
 

@@ -18,8 +18,9 @@ from legacy_ddp import (
     NonFiniteGradientError,
     all_reduce_gradients,
 )
-from legacy_ddp._call.nonfinite import NonFinite, describe_nonfinite
+from legacy_ddp._call.nonfinite import NonFinite
 from legacy_ddp._call.pack import norm_of
+from legacy_ddp._explain.nonfinite import describe_nonfinite
 from legacy_ddp._settings import Settings
 from tests.helpers import devices, logged_warnings
 from tests.helpers.cases import all_bits, get_gradients

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._replicas.attribution import (
+from legacy_ddp._explain.attribution import (
     NOTHING,
-    StepDigests,
     Verdict,
     add_evidence,
     add_optimizer_cause,
@@ -20,8 +19,9 @@ from legacy_ddp._replicas.attribution import (
     attribute_kinds,
     attribute_values,
 )
-from legacy_ddp._replicas.element_compare import compare_elements
-from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
+from legacy_ddp._explain.element_compare import compare_elements
+from legacy_ddp._explain.replica_report import ReplicaDifference, ReplicaReport
+from legacy_ddp._replicas.history import StepDigests
 from legacy_ddp._text import Difference
 
 # Attribution of a difference from the digests and values of all ranks. Pure

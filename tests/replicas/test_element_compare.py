@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from legacy_ddp._replicas.element_compare import KINDS, ElementDifference, compare_elements
+from legacy_ddp._explain.element_compare import KINDS, ElementDifference, compare_elements
 
 # dtype: bits of an element, bits of its mantissa (None: not a float), has it a sign bit
 FLOATS = {

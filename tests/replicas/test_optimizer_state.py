@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import nn
 
-from legacy_ddp._memory.layout import distinct
-from legacy_ddp._replicas.attribution import Verdict
-from legacy_ddp._replicas.history import StateHistory
-from legacy_ddp._replicas.report import (
+from legacy_ddp._explain.attribution import Verdict
+from legacy_ddp._explain.compare import describe_items
+from legacy_ddp._explain.replica_report import (
     Entry,
     ReplicaDifference,
     ReplicaReport,
@@ -20,7 +19,9 @@ from legacy_ddp._replicas.report import (
     explain_loss,
     group_entries,
 )
-from legacy_ddp._replicas.state import StateItem, describe_items, describe_membership, parameter_groups
+from legacy_ddp._memory.layout import distinct
+from legacy_ddp._replicas.history import StateHistory
+from legacy_ddp._replicas.state import StateItem, describe_membership, parameter_groups
 from legacy_ddp._text import MISSING, Difference
 from legacy_ddp._torch.device import Reader
 from tests.helpers.replica_scenes import flip_lowest

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
+from legacy_ddp._explain.missing import compose_payload, recorder_text
 from legacy_ddp._watchdog.client import Outcome
-from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch, recorder_text
-from legacy_ddp._watchdog.poll import Row
+from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch
 from legacy_ddp._watchdog.process import RUNNING, STOPPED, Sample
-from legacy_ddp._watchdog.report import compose_payload
+from legacy_ddp._watchdog.status import Row
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import SimulatedGroup, new_group

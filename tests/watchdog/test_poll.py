@@ -10,16 +10,17 @@ from typing import Any, cast
 
 import pytest
 
+from legacy_ddp._explain.missing import compose, poll_ranks
 from legacy_ddp._watchdog.client import (
     ANSWER_SECONDS,
     Endpoint,
     Failure,
     Outcome,
 )
-from legacy_ddp._watchdog.poll import GroupView, RankStatus, own_status, poll_ranks
 from legacy_ddp._watchdog.process import DEAD, RUNNING, own_identity
-from legacy_ddp._watchdog.report import Report, compose
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
+from legacy_ddp._watchdog.status import GroupView, RankStatus, own_status
+from legacy_ddp._watchdog.warning_policy import Report
 from legacy_ddp._watchdog.watchdog import FailureRecord, ReportExchange
 
 WORDS = "left because another rank was lost"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legacy_ddp._explain.missing import MAX_ROWS, MAX_STACKS, compose, format_loss, missing_ranks, process_text
 from legacy_ddp._watchdog.client import (
     MAX_BYTES,
     Endpoint,
@@ -18,17 +19,9 @@ from legacy_ddp._watchdog.client import (
     Outcome,
     decode_endpoint,
 )
-from legacy_ddp._watchdog.poll import (
-    LEFT_AFTER_LOSS,
-    LEFT_NORMALLY,
-    RankStatus,
-    Row,
-    build_rows,
-    missing_ranks,
-    own_status,
-)
 from legacy_ddp._watchdog.process import DEAD, Sample, own_identity
-from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
+from legacy_ddp._watchdog.status import LEFT_AFTER_LOSS, LEFT_NORMALLY, RankStatus, Row, build_rows, own_status
+from legacy_ddp._watchdog.warning_policy import Report
 from legacy_ddp._watchdog.watchdog import Watchdog
 
 WAITING_STACK = ("train.py:91 in <module>", "legacy_ddp/_wrapper.py:143 in all_reduce")

@@ -21,9 +21,10 @@ from torch.utils.data import DataLoader
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.state import private_forwards
+from legacy_ddp._explain.compare import describe_items
 from legacy_ddp._interrupts import undone_by
 from legacy_ddp._memory.layout import distinct, fingerprint
-from legacy_ddp._replicas.state import NONE, StateItem, as_bytes, comparable, describe_items, digest_each, is_digestible
+from legacy_ddp._replicas.state import NONE, StateItem, as_bytes, comparable, digest_each, is_digestible
 from legacy_ddp._torch import device as devices
 from legacy_ddp.debug._cross_check.batch import Classes, check_classes, unpack
 from legacy_ddp.debug._cross_check.verdict import Digests

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from legacy_ddp._errors import PeerError
+from legacy_ddp._explain.compare import LARGE_BYTES
+from legacy_ddp._explain.element_compare import ElementDifference, compare_elements
 from legacy_ddp._memory.layout import fingerprint
 from legacy_ddp._ranks.call import Call
-from legacy_ddp._replicas.compare import LARGE_BYTES
-from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
 from legacy_ddp._text import error_text, name_ranks
 from legacy_ddp.debug._cross_check.batch import pack, unpack
 from legacy_ddp.debug._cross_check.run import Passes

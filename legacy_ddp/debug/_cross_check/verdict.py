@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from legacy_ddp._replicas.element_compare import ElementDifference
+from legacy_ddp._explain.element_compare import ElementDifference
 from legacy_ddp._text import MAX_LINES, MISSING, Difference, group_ranks, name_ranks, outside_majority, wrap
 from legacy_ddp.debug._operations.meaning import (
     CROSS_CHECK,

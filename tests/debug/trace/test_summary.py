@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._statistics import LateRank
+from legacy_ddp._text import format_bytes
 from legacy_ddp.debug._trace.read import open_run
 from legacy_ddp.debug._trace.records import RANK_FILE
-from legacy_ddp.debug._trace.summary import NonFinite, Summary, Waiting, format_bytes, lines, summarise
+from legacy_ddp.debug._trace.summary import NonFinite, Summary, Waiting, lines, summarise
 from tests.helpers.operations import operation
 from tests.helpers.traces import call_facts, environment, without, write_trace
 

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from enum import IntEnum, auto
 
 from legacy_ddp._watchdog.client import (
     Endpoint,
@@ -11,7 +10,6 @@ from legacy_ddp._watchdog.client import (
     Message,
     Outcome,
     read_as,
-    request_all,
     state_of,
 )
 from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch
@@ -35,8 +33,6 @@ LEFT_NORMALLY = "left without an error"
 AFTER_A_SIGNAL = ", after SIG"
 # The phases of a call in their order. A rank that has left the call is beyond all phases.
 _PHASES = ("plan", "pack", "digest", "agree", RUN, "compare", "metrics", HOOK, "payload", "alias")
-# The phases in which a rank waits for the other ranks, and runs no code of the user.
-_WAITING_PHASES = ("agree", "compare", "metrics", "payload")
 
 
 @dataclass(frozen=True)
@@ -123,61 +119,7 @@ class Row:
         return self.is_advancing or entered or self.is_in_debugger
 
 
-class _Evidence(IntEnum):
-    """What a rank behind the farthest rank shows, the strongest evidence of a missing rank first."""
-
-    ABSENT = auto()  # gone, outside of the call, or in a phase of the call that waits for no rank
-    SILENT = auto()  # no answer: held up by C code, or on a crowded machine
-    WAITING = auto()  # for the other ranks, in an earlier phase or call
-    UNKNOWN = auto()
-    LEFT_AFTER_LOSS = auto()
-
-
-def missing_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
-    """The missing ranks: of all ranks behind the farthest rank in a call, the ranks with the strongest evidence.
-
-    Empty if all ranks wait at the same position, or if several ranks are behind and nothing is known of them.
-    """
-    farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
-    behind = [row for row in rows if row.progress < farthest and not row.is_out_of_data]
-    if any(row.is_gone and not row.left_after_loss for row in behind):
-        # A rank inside a call is then not missing. It waits for the rank that is gone, perhaps in an earlier phase or
-        # call than the farthest rank: on the host of a dead rank, or because the network broke in mid-exchange.
-        behind = [row for row in behind if row.is_gone or not row.in_call]
-    strongest = min((_evidence(row) for row in behind), default=None)
-    missing = tuple(row.rank for row in behind if _evidence(row) is strongest)
-    return () if strongest is _Evidence.UNKNOWN and len(missing) > 1 else missing
-
-
-def _evidence(row: Row) -> _Evidence:
-    if row.left_after_loss:
-        return _Evidence.LEFT_AFTER_LOSS
-    if not row.is_known:
-        return _Evidence.UNKNOWN
-    if row.is_silent:
-        return _Evidence.SILENT
-    is_waiting = row.in_call and row.sample is not None and row.sample.phase in _WAITING_PHASES
-    return _Evidence.WAITING if is_waiting and not row.has_ended else _Evidence.ABSENT
-
-
-def missing_after_loss(rows: Sequence[Row], lost: Sequence[int], *, was_polled: bool) -> tuple[int, ...]:
-    """The ranks in ``lost``; after a poll of all ranks also the missing ranks that did not answer.
-
-    Without a poll other ranks may have left because the loss reached them first. A rank that answers, or whose process
-    runs, may be late.
-    """
-    behind = [rows[rank] for rank in missing_ranks(rows) if not rows[rank].left_after_loss] if was_polled else []
-    return tuple(sorted({*lost, *(row.rank for row in behind if row.is_gone)}))
-
-
-# Pause between two polls; the difference of the answers shows whether a rank is advancing.
-_SECOND_POLL_SECONDS = 0.3
-# Between two polls. A checkpoint moves more bytes; less comes from other threads, and from the polls.
-_MANY_BYTES = 2**20
-# Of one core: a waiting rank needs next to nothing, a computing rank gets most of a core, or its share of one.
-_BUSY_SHARE = 0.1
-_CLOSED = (Outcome.CLOSED, Outcome.STRANGER)
-_Result = tuple[Outcome, Message | None]  # of a request
+Result = tuple[Outcome, Message | None]  # of a request
 
 
 @dataclass
@@ -233,32 +175,7 @@ def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
     }
 
 
-def poll_ranks(peers: Sequence[Endpoint | None], own: Endpoint, *, twice: bool) -> list[Row]:
-    """The rows of all ranks. ``twice``: poll all ranks again after a pause, to see which ranks are advancing."""
-    known = [peer for peer in peers if peer is not None]
-    first = request_all(known, {"request": "status"}, own.identity)
-    unclear = _unclear(build_rows(peers, first))
-    if twice:
-        time.sleep(_SECOND_POLL_SECONDS)
-        unclear |= {rank for rank, (_, answer) in first.items() if answer}
-    second = request_all([peer for peer in known if peer.rank in unclear], {"request": "status"}, own.identity)
-    rows = build_rows(peers, {**first, **{rank: result for rank, result in second.items() if twice or result[1]}})
-    return [_with_progress(row, first.get(row.rank), second.get(row.rank)) for row in rows] if twice else rows
-
-
-def _unclear(rows: Sequence[Row]) -> set[int]:
-    """The ranks whose second answer may change the report.
-
-    The neighbours of an ended rank: the exit reason may have arrived after their first answer. A silent rank with a
-    running process: on a crowded machine an answer may take longer than a request waits.
-    """
-    ended = [row.rank for row in rows if (row.has_ended or row.outcome in _CLOSED) and not row.note]
-    neighbours = {(rank + step) % len(rows) for rank in ended for step in (-1, 1)}
-    answering = {row.rank for row in rows if row.outcome is Outcome.ANSWERED}
-    return (neighbours & answering) | {row.rank for row in rows if row.is_silent}
-
-
-def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, _Result]) -> list[Row]:
+def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, Result]) -> list[Row]:
     """A row per rank. The answer of one rank also holds process states and exit reasons of other ranks."""
     answers = [answer for _, answer in results.values() if answer]
     states = {int(rank): state for answer in answers for rank, state in answer["process_states"].items()}
@@ -284,22 +201,3 @@ def _with_answer(row: Row, answer: Message) -> Row:
         has_wrapper=answer["has_wrapper"],
         payloads=read_as(PayloadState, answer["payloads"]),
     )
-
-
-def _with_progress(row: Row, first: _Result | None, second: _Result | None) -> Row:
-    """The row with ``is_advancing`` and ``is_busy``, from the answers to two polls."""
-    before, after = first and first[1], second and second[1]
-    if row.sample is None or not before or not after:
-        return row
-    busy = after["busy_seconds"] - before["busy_seconds"]
-    is_busy = busy > _BUSY_SHARE * (after["clock_seconds"] - before["clock_seconds"])
-    is_busy |= before["waits_for_disk"] or after["waits_for_disk"]  # a thread that saves a checkpoint
-    return replace(row, is_advancing=_is_advancing(before, after), is_busy=is_busy)
-
-
-def _is_advancing(before: Message, after: Message) -> bool:
-    """Whether between two answers the call, the phase or the stack changed, or many bytes were read or written."""
-    old, new = (
-        (answer["serial"], answer["sample"]["changes"], answer["sample"]["stack"]) for answer in (before, after)
-    )
-    return old != new or after["moved_bytes"] - before["moved_bytes"] >= _MANY_BYTES

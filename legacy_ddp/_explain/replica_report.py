@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from legacy_ddp._replicas.attribution import NOTHING, Verdict
-from legacy_ddp._replicas.element_compare import ElementDifference
+from legacy_ddp._explain.attribution import NOTHING, Verdict
+from legacy_ddp._explain.element_compare import ElementDifference
 from legacy_ddp._replicas.state import EARLIER_STATE, MEMBERSHIP, NONE, WEIGHTS
 from legacy_ddp._text import MAX_LINES, MAX_SIDES, MISSING, Difference, first_few, name_ranks, wrap
 

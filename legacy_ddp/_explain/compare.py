@@ -8,12 +8,9 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from legacy_ddp._errors import ReplicaDivergenceError
-from legacy_ddp._memory.layout import fingerprint
-from legacy_ddp._ranks.call import Call
-from legacy_ddp._ranks.header import Header, Operation
-from legacy_ddp._replicas.attribution import (
+from legacy_ddp._explain.attribution import (
+    AT_START,
     STATE_CHANGED,
-    StepDigests,
     Verdict,
     add_evidence,
     add_optimizer_cause,
@@ -22,9 +19,10 @@ from legacy_ddp._replicas.attribution import (
     attribute_digests,
     attribute_kinds,
     attribute_values,
+    name_digest,
 )
-from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
-from legacy_ddp._replicas.report import (
+from legacy_ddp._explain.element_compare import ElementDifference, compare_elements, format_element
+from legacy_ddp._explain.replica_report import (
     Kind,
     ReplicaDifference,
     ReplicaReport,
@@ -33,8 +31,13 @@ from legacy_ddp._replicas.report import (
     group_entries,
     unlike_tensors,
 )
-from legacy_ddp._replicas.state import KINDS, StateItem, describe_items, digest_items
-from legacy_ddp._text import compare_groups, group_ranks, name_ranks
+from legacy_ddp._explainer import DifferingReplicas
+from legacy_ddp._memory.layout import fingerprint
+from legacy_ddp._ranks.call import Call
+from legacy_ddp._ranks.header import Header, Operation
+from legacy_ddp._replicas.history import StepDigests
+from legacy_ddp._replicas.state import KINDS, StateItem, describe_value, digest_each, digest_items, equal_groups
+from legacy_ddp._text import compare_groups, name_ranks
 
 # Larger tensors are not compared by element, which may take 17 times their memory.
 LARGE_BYTES = 2**28  # 4 GiB for a report that was asked for
@@ -52,9 +55,58 @@ _MOMENTS = (
     "optimizer state (`step`) is as of this call, and settings (`lr`) are as of the last step() before it; replicas "
     "may have parted earlier"
 )
+_CAUSE = (
+    "a write outside of a step(), another start (seed, checkpoint), a step() of its own (inside no_sync(), learning "
+    "rate, optimizer state, gradients changed after the call), or memory that does not keep its bits"
+)
+
 DETAILS = 3  # tensors that are compared by element by default
 Rows = dict[str, dict[str, str]]  # by kind, the name and the description of each item
 Groups = list[tuple[Rows, tuple[int, ...]]]  # with the ranks that hold them
+
+
+@dataclass(frozen=True)
+class Explained:
+    """The report on differing replicas of a call, and what was known of them before it."""
+
+    found: DifferingReplicas
+    report: ReplicaReport
+
+    @property
+    def differences(self) -> Sequence[ReplicaDifference]:
+        return self.report.differences
+
+    def between(self, last: int, number: int, note: str) -> "Explained":
+        """The same with the calls between which the difference came about, its possible causes, and a note.
+
+        ``last``: the last call without the difference, 0 without one. ``number``: the call whose digests differ.
+        """
+        now = self.found.call.number
+        found = "this call" if number == now else f"call {number}, as the device has told by this call"
+        verdict = replace(self.report.verdict, since=f"between {name_digest(last)} and {found}")
+        if number == 1:
+            verdict = replace(verdict, phase="start", since=AT_START.since, cause=AT_START.cause)
+        elif verdict.phase == "unknown":
+            verdict = replace(verdict, cause=_CAUSE)
+        notes = (*self.report.notes, note) if note else self.report.notes
+        return replace(self, report=replace(self.report, verdict=verdict, notes=notes))
+
+    def error(self, notes: Sequence[str]) -> ReplicaDivergenceError:
+        report = add_moved(self.report, self.found.moved, self.found.digests)
+        return divergence_error(self.found.call, replace(report, notes=(*report.notes, *notes)))
+
+
+def explain_replicas(found: DifferingReplicas) -> Explained:
+    """Collective: exchange the items of all ranks, and compare them."""
+    report = compare_items(
+        found.call,
+        found.items,
+        found.evidence,
+        largest_bytes=LARGE_BYTES_BY_DEFAULT if found.is_brief else LARGE_BYTES,
+        left_out=found.left_out,
+        told=found.told,
+    )
+    return Explained(found, report)
 
 
 def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:
@@ -154,11 +206,6 @@ def compare_items(
     )
 
 
-def equal_groups(digests: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks with equal digests, by their lowest ranks. ``digests``: by rank."""
-    return tuple(sorted(ranks for _, ranks in group_ranks(list(digests.values()), list(digests))))
-
-
 def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int, int]) -> ReplicaReport:
     """``report`` of parameters that have changed on the ranks ``moved`` since their ``digests`` were taken.
 
@@ -176,6 +223,24 @@ def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int,
     )
     differences = [replace(item, elements={}) if item.kind == "parameters" else item for item in report.differences]
     return replace(report, verdict=verdict, differences=tuple(differences), notes=(*report.notes, note))
+
+
+def describe_items(items: Sequence[StateItem]) -> dict[str, str]:
+    """The text of each item by name; of a tensor, its type and its digest; of a scalar in an optimizer, its number."""
+    tensors = {index: item.value for index, item in enumerate(items) if isinstance(item.value, torch.Tensor)}
+    scalars = {
+        index
+        for index, tensor in tensors.items()
+        if items[index].kind == "optimizer" and tensor.ndim == 0 and tensor.layout is torch.strided
+    }
+    contents = {index: format_element(tensors[index]) for index in scalars}
+    hashed = {index: tensor for index, tensor in tensors.items() if index not in scalars}
+    digests = zip(hashed, digest_each(hashed.values()), strict=True)
+    contents |= {index: f"{digest % 2**64:016x}" for index, digest in digests}
+    return {
+        item.name: describe_value(item.value) + (f" {contents[index]}" if index in contents else "")
+        for index, item in enumerate(items)
+    }
 
 
 def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:

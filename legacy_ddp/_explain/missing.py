@@ -1,18 +1,19 @@
-"""The report on a waiting or failed call: its text of 80 columns, and when it goes to the log or to the file."""
+"""The missing ranks of a waiting or failed call: the poll of all ranks, the decision, and the report of 80 columns."""
 
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from enum import IntEnum, auto
 from typing import Any
 
-from legacy_ddp._log import logger_of
 from legacy_ddp._steps.policy import closure_advice
-from legacy_ddp._text import WIDTH, first_few, how_to_explain, name_ranks, printable, printable_lines, wrap
-from legacy_ddp._watchdog.client import Failure, Outcome
-from legacy_ddp._watchdog.payloads import Progress, recorder_text
-from legacy_ddp._watchdog.poll import Row, missing_after_loss, missing_ranks
+from legacy_ddp._text import WIDTH, first_few, name_ranks, printable, printable_lines, wrap
+from legacy_ddp._watchdog.client import Endpoint, Failure, Message, Outcome, request_all
+from legacy_ddp._watchdog.payloads import Progress
 from legacy_ddp._watchdog.process import DEAD, HOOK, RUN, RUNNING, STOPPED, TRACED, Sample
-from legacy_ddp._watchdog.report_file import ReportFile
+from legacy_ddp._watchdog.status import Result, Row, build_rows
+from legacy_ddp._watchdog.warning_policy import Report
 
 MAX_ROWS = 24
 MAX_STACKS = 8
@@ -24,51 +25,24 @@ _MAX_KEPT_STACKS = 64
 _USER_CODE = {HOOK: "its communication hook", RUN: "its run() of a cross-check"}
 # The state of a process that no rank sees: it is on another machine, hidden, or in other namespaces.
 _UNSEEN = {Outcome.ANSWERED: "answers", Outcome.NOT_ASKED: "unknown", Outcome.UNKNOWN: "unknown"}
-_REPORTS = "reports of this rank:"
-_SECTION = "Ranks have waited"
+# The phases in which a rank waits for the other ranks, and runs no code of the user.
+_WAITING_PHASES = ("agree", "compare", "metrics", "payload")
+# The flight recorder of torch for NCCL; the names of newer versions first.
+_RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+# Pause between two polls; the difference of the answers shows whether a rank is advancing.
+_SECOND_POLL_SECONDS = 0.3
+# Between two polls. A checkpoint moves more bytes; less comes from other threads, and from the polls.
+_MANY_BYTES = 2**20
+# Of one core: a waiting rank needs next to nothing, a computing rank gets most of a core, or its share of one.
+_BUSY_SHARE = 0.1
+_CLOSED = (Outcome.CLOSED, Outcome.STRANGER)
 _PROGRESS = {
     Progress.COMPLETE: "complete on",
     Progress.RUNNING: "running on",
     Progress.ISSUING: "being issued on",
     Progress.NOT_BEGUN: "not begun on",
 }
-
-
-@dataclass(frozen=True)
-class Report:
-    """A text for all ranks, and the missing ranks.
-
-    ``head``: the first lines of ``text``, unwrapped. ``summary``: the missing ranks and their activity; equal in two
-    reports if nothing has changed. ``is_progressing``: all missing ranks make progress. ``is_busy``: all missing ranks
-    make progress or compute, perhaps in a loop. ``reporters``: a rank of each host, to show the report there, if
-    possible a waiting rank. ``is_late``: nothing broke, the time limit was reached. ``call`` and ``phase``: where the
-    farthest rank is. ``seconds``: the longest wait. ``states``: the ranks by equal state, with what was heard of them,
-    ready for JSON.
-    """
-
-    head: str
-    text: str
-    summary: str
-    missing: tuple[int, ...]
-    reporters: tuple[int, ...]
-    is_progressing: bool = False
-    is_busy: bool = False
-    is_late: bool = False
-    call: str = ""
-    phase: str = ""
-    seconds: float = 0.0
-    states: Sequence[Mapping[str, Any]] = ()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Everything but the text, ready for JSON."""
-        names = ("head", "missing", "is_late", "reporters", "call", "phase", "seconds", "states")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def filed(self) -> str:
-        """The text for the report file: the text for a reader, and everything in a line of JSON."""
-        return f"{self.text}\n\n{json.dumps(self.facts)}"
 
 
 def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: bool = True) -> Report:
@@ -353,84 +327,102 @@ def _wrap(text: str, indent: int = 2) -> list[str]:
     return wrap(" ".join(text.splitlines()), deeper=" " * indent, columns=WIDTH, break_words=False)
 
 
-class WarningPolicy:
-    def __init__(self, rank: int, file: ReportFile, warn_after_seconds: float) -> None:
-        self._rank = rank
-        self._logger = logger_of(rank)
-        self._file = file
-        self._warn_after_seconds = warn_after_seconds
-        self._next_seconds = warn_after_seconds
-        self._is_checking = False
-        self._last: Report | None = None  # of this call
-        self.last_in_full: Report | None = None  # the last report of this call that was logged in full
+class _Evidence(IntEnum):
+    """What a rank behind the farthest rank shows, the strongest evidence of a missing rank first."""
 
-    def begin(self, *, warns: bool) -> None:
-        """Start a call. ``warns``: whether a long wait in this call is worth a warning."""
-        self._next_seconds = self._warn_after_seconds if warns else float("inf")
-        self._last = self.last_in_full = None
-
-    def is_due(self, waited_seconds: float) -> bool:
-        """Whether to check the other ranks now. If True, end with :meth:`end_check`; due again after twice the time."""
-        if waited_seconds < self._next_seconds or self._is_checking:
-            return False
-        self._next_seconds = 2 * waited_seconds
-        self._is_checking = True
-        return True
-
-    def end_check(self) -> None:
-        self._is_checking = False
-
-    def warn(self, report: Report) -> None:
-        """Log a report in full and write the file, if the report is new and bad; else log a line."""
-        # A computing rank may be in an endless loop: one line the first time in each place, the full report afterwards.
-        is_new_work = report.is_busy and not _is_same(report, self._last)
-        if report.is_progressing or is_new_work:
-            self._log(f"{report.head}, alive{'' if report.is_progressing else ' and busy'}", report)
-        elif _is_same(report, self.last_in_full):
-            self._log(f"{report.head}, as reported", report)
-        else:
-            self.tell_in_full(report)
-            self.last_in_full = report
-        self._last = report
-
-    def tell_in_full(self, report: Report) -> bool:
-        """Log a report in full and write the file; return whether this rank is the one that logs."""
-        self._file.append(report.filed)
-        return self._log(f"{report.text}\n({self._file.where(_REPORTS)})\n{how_to_explain(_SECTION)}", report)
-
-    def tell_completion(self, call: str) -> None:
-        """Log that a payload, of which this rank has logged a report, is complete."""
-        text = "%s: the payload is complete now on rank %d"
-        self._logger.warning(text, call, self._rank, extra={"event": "arrived", "call": call, "phase": "payload"})
-
-    def end(self, call: str) -> None:
-        """The call has succeeded after a report in full: log this."""
-        if self.last_in_full is not None:
-            text = f"{call}: all ranks have arrived, and the call has succeeded"
-            self._log(text, self.last_in_full, {"event": "arrived", "call": call})
-
-    def notify_loss(self, text: str, report: Report) -> None:
-        """Log a loss at once: a launcher may end this process before any exception is raised."""
-        self._logger.warning("%s (%s)", text, self._file.where(_REPORTS), extra=_fields("lost", report))
-
-    def save(self, report: Report, introduction: str = "") -> None:
-        """Write a report to the file; to the log if the file cannot be written."""
-        if not self._file.append(introduction + report.filed):
-            where = self._file.where(_REPORTS)
-            self._logger.warning("%s%s\n(%s)", introduction, report.text, where, extra=_fields("lost", report))
-
-    def _log(self, text: str, report: Report, fields: Mapping[str, Any] | None = None) -> bool:
-        """Write the text to the log if this rank is the reporter of its host; return whether it is."""
-        if self._rank in report.reporters:
-            self._logger.warning("%s", text, extra=fields or _fields("waiting", report))
-        return self._rank in report.reporters
+    ABSENT = auto()  # gone, outside of the call, or in a phase of the call that waits for no rank
+    SILENT = auto()  # no answer: held up by C code, or on a crowded machine
+    WAITING = auto()  # for the other ranks, in an earlier phase or call
+    UNKNOWN = auto()
+    LEFT_AFTER_LOSS = auto()
 
 
-def _fields(event: str, report: Report) -> dict[str, Any]:
-    ranks = list(report.missing)
-    place = {"call": report.call, "phase": report.phase or None, "seconds": report.seconds}
-    return {"event": event, **place, "ranks": ranks, "report": report.facts}
+def missing_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
+    """The missing ranks: of all ranks behind the farthest rank in a call, the ranks with the strongest evidence.
+
+    Empty if all ranks wait at the same position, or if several ranks are behind and nothing is known of them.
+    """
+    farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
+    behind = [row for row in rows if row.progress < farthest and not row.is_out_of_data]
+    if any(row.is_gone and not row.left_after_loss for row in behind):
+        # A rank inside a call is then not missing. It waits for the rank that is gone, perhaps in an earlier phase or
+        # call than the farthest rank: on the host of a dead rank, or because the network broke in mid-exchange.
+        behind = [row for row in behind if row.is_gone or not row.in_call]
+    strongest = min((_evidence(row) for row in behind), default=None)
+    missing = tuple(row.rank for row in behind if _evidence(row) is strongest)
+    return () if strongest is _Evidence.UNKNOWN and len(missing) > 1 else missing
 
 
-def _is_same(report: Report, other: Report | None) -> bool:
-    return other is not None and report.summary == other.summary
+def _evidence(row: Row) -> _Evidence:
+    if row.left_after_loss:
+        return _Evidence.LEFT_AFTER_LOSS
+    if not row.is_known:
+        return _Evidence.UNKNOWN
+    if row.is_silent:
+        return _Evidence.SILENT
+    is_waiting = row.in_call and row.sample is not None and row.sample.phase in _WAITING_PHASES
+    return _Evidence.WAITING if is_waiting and not row.has_ended else _Evidence.ABSENT
+
+
+def missing_after_loss(rows: Sequence[Row], lost: Sequence[int], *, was_polled: bool) -> tuple[int, ...]:
+    """The ranks in ``lost``; after a poll of all ranks also the missing ranks that did not answer.
+
+    Without a poll other ranks may have left because the loss reached them first. A rank that answers, or whose process
+    runs, may be late.
+    """
+    behind = [rows[rank] for rank in missing_ranks(rows) if not rows[rank].left_after_loss] if was_polled else []
+    return tuple(sorted({*lost, *(row.rank for row in behind if row.is_gone)}))
+
+
+def poll_ranks(peers: Sequence[Endpoint | None], own: Endpoint, *, twice: bool) -> list[Row]:
+    """The rows of all ranks. ``twice``: poll all ranks again after a pause, to see which ranks are advancing."""
+    known = [peer for peer in peers if peer is not None]
+    first = request_all(known, {"request": "status"}, own.identity)
+    unclear = _unclear(build_rows(peers, first))
+    if twice:
+        time.sleep(_SECOND_POLL_SECONDS)
+        unclear |= {rank for rank, (_, answer) in first.items() if answer}
+    second = request_all([peer for peer in known if peer.rank in unclear], {"request": "status"}, own.identity)
+    rows = build_rows(peers, {**first, **{rank: result for rank, result in second.items() if twice or result[1]}})
+    return [_with_progress(row, first.get(row.rank), second.get(row.rank)) for row in rows] if twice else rows
+
+
+def _unclear(rows: Sequence[Row]) -> set[int]:
+    """The ranks whose second answer may change the report.
+
+    The neighbours of an ended rank: the exit reason may have arrived after their first answer. A silent rank with a
+    running process: on a crowded machine an answer may take longer than a request waits.
+    """
+    ended = [row.rank for row in rows if (row.has_ended or row.outcome in _CLOSED) and not row.note]
+    neighbours = {(rank + step) % len(rows) for rank in ended for step in (-1, 1)}
+    answering = {row.rank for row in rows if row.outcome is Outcome.ANSWERED}
+    return (neighbours & answering) | {row.rank for row in rows if row.is_silent}
+
+
+def _with_progress(row: Row, first: Result | None, second: Result | None) -> Row:
+    """The row with ``is_advancing`` and ``is_busy``, from the answers to two polls."""
+    before, after = first and first[1], second and second[1]
+    if row.sample is None or not before or not after:
+        return row
+    busy = after["busy_seconds"] - before["busy_seconds"]
+    is_busy = busy > _BUSY_SHARE * (after["clock_seconds"] - before["clock_seconds"])
+    is_busy |= before["waits_for_disk"] or after["waits_for_disk"]  # a thread that saves a checkpoint
+    return replace(row, is_advancing=_is_advancing(before, after), is_busy=is_busy)
+
+
+def _is_advancing(before: Message, after: Message) -> bool:
+    """Whether between two answers the call, the phase or the stack changed, or many bytes were read or written."""
+    old, new = (
+        (answer["serial"], answer["sample"]["changes"], answer["sample"]["stack"]) for answer in (before, after)
+    )
+    return old != new or after["moved_bytes"] - before["moved_bytes"] >= _MANY_BYTES
+
+
+def recorder_text() -> str:
+    """Where torch's flight recorder for NCCL leaves its dump; empty if the environment does not switch it on."""
+    environment = os.environ
+    if next((environment[name] for name in _RECORDER_SIZES if name in environment), "0") == "0":
+        return ""
+    prefix = next((environment[name] for name in _RECORDER_FILES if name in environment), "")
+    where = f"{prefix}RANK" if prefix else f"the file that torch chooses ({_RECORDER_FILES[-1]} sets it)"
+    return f"torch's flight recorder is on: at the timeout of the process group its dump goes to {where}"
