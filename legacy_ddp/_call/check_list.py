@@ -15,8 +15,7 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.check import Check, LocalStep, Subject
 from legacy_ddp._call.edited import EditedGradients
-from legacy_ddp._call.late_nonfinite import LateNonFiniteGradients
-from legacy_ddp._call.nonfinite import NonFiniteGradients
+from legacy_ddp._call.nonfinite import LateNonFiniteGradients, NonFiniteGradients
 from legacy_ddp._call.replicas import BufferNames, Replicas
 from legacy_ddp._call.untrained import (
     ClearedGradients,

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.check import Subject, Warnings
 from legacy_ddp._call.check_list import make_checks
-from legacy_ddp._call.late_nonfinite import LateNonFiniteGradients
+from legacy_ddp._call.nonfinite import LateNonFiniteGradients
 from legacy_ddp._call.replicas import Replicas
 from legacy_ddp._call.transport_choice import Transport
 from legacy_ddp._check_settings import Checks

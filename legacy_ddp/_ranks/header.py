@@ -126,7 +126,7 @@ class Header:
     ``backward_seconds``: parts of the step of the rank, from its last call to this call (``_steps/policy``);
     0 with checks off. ``replica``: digest of the state that replicas share. ``gradients``: digest of the gradients in
     check_replicas(); in an all_reduce on a device what is known there about the gradients of earlier calls
-    (``_call/late_nonfinite``). ``generators``: digest of the random generators, which may differ; in an
+    (``_call/nonfinite``). ``generators``: digest of the random generators, which may differ; in an
     all_reduce on a device the digest of an earlier call (``_call/replicas``).
     """
 
