@@ -23,8 +23,7 @@ from _checkout import environment
 from _interrupt import quiet_interrupt
 from _measure import machine, results_path, save
 
-from legacy_ddp.debug._trace.records import PHASES, CallFacts, Environment, Names, Section, Values
-from legacy_ddp.debug._trace.write import Writer
+from legacy_ddp.debug._trace.records import PHASES, CallFacts, Environment, Names, Section, Values, Writer
 
 AIM_STEPS, AIM_SECONDS, AIM_MEGABYTES = 1000, 5.0, 500
 RANKS, FIRST_DIFFERENCE = 2, 10

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from legacy_ddp._replicas.state import StateItem
     from legacy_ddp._settings import Settings
     from legacy_ddp._watchdog.client import Endpoint, Failure
+    from legacy_ddp._watchdog.reports import Report
     from legacy_ddp._watchdog.status import Row
-    from legacy_ddp._watchdog.warning_policy import Report
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from typing import Any
 from legacy_ddp._steps.policy import closure_advice
 from legacy_ddp._text import WIDTH, first_few, name_ranks, printable, printable_lines, wrap
 from legacy_ddp._watchdog.client import Endpoint, Failure, Message, Outcome, request_all
-from legacy_ddp._watchdog.payloads import Progress
 from legacy_ddp._watchdog.process import DEAD, HOOK, RUN, RUNNING, STOPPED, TRACED, Sample
-from legacy_ddp._watchdog.status import Result, Row, build_rows
-from legacy_ddp._watchdog.warning_policy import Report
+from legacy_ddp._watchdog.reports import Report
+from legacy_ddp._watchdog.status import Progress, Result, Row, build_rows
 
 MAX_ROWS = 24
 MAX_STACKS = 8

@@ -27,7 +27,7 @@ from typing import NamedTuple, NoReturn, TypeGuard
 from legacy_ddp._log import line_in_script, script_lines
 from legacy_ddp._text import error_line
 from legacy_ddp._watchdog.process import ENDING, RUNNING, Identity, visible_state
-from legacy_ddp._watchdog.report_file import sigterm_has_come
+from legacy_ddp._watchdog.reports import sigterm_has_come
 from legacy_ddp._watchdog.status import AFTER_A_SIGNAL, LEFT_NORMALLY
 
 

@@ -28,17 +28,17 @@ from legacy_ddp._watchdog.client import (
     request_all,
 )
 from legacy_ddp._watchdog.ending import error_behind, exit_reason, watch_exit
-from legacy_ddp._watchdog.payloads import Payload, PayloadWatch
 from legacy_ddp._watchdog.process import Identity
-from legacy_ddp._watchdog.report_file import ReportFile
+from legacy_ddp._watchdog.reports import Report, ReportFile, WarningPolicy
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
 from legacy_ddp._watchdog.status import (
     LEFT_AFTER_LOSS,
     GroupView,
+    Payload,
+    PayloadWatch,
     Row,
     own_status,
 )
-from legacy_ddp._watchdog.warning_policy import Report, WarningPolicy
 
 # A collective may still complete if a rank ends after its own part of the collective.
 _GRACE_SECONDS = 0.5

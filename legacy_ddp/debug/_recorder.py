@@ -37,9 +37,8 @@ from legacy_ddp.debug._operations.capture import OperationCapture
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace import snapshot
 from legacy_ddp.debug._trace.environment import environment_of
-from legacy_ddp.debug._trace.records import Environment, Section
+from legacy_ddp.debug._trace.records import Environment, Section, Writer
 from legacy_ddp.debug._trace.snapshot import facts_of
-from legacy_ddp.debug._trace.write import Writer
 
 _SECTION = "Trace warnings"
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import PHASES, CallFacts, Environment, Names, Section, Values
-from legacy_ddp.debug._trace.write import Writer
+from legacy_ddp.debug._trace.records import PHASES, CallFacts, Environment, Names, Section, Values, Writer
 
 Held = dict[tuple[int, str], Section | CallFacts]
 Event = tuple[int, Section | CallFacts]

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._trace.records import PHASES, CallFacts, Environment, Names, Section, Values
-from legacy_ddp.debug._trace.write import Writer
+from legacy_ddp.debug._trace.records import PHASES, CallFacts, Environment, Names, Section, Values, Writer
 
 NAMES = {
     "local_gradients": ("gradient of 'a'", "gradient of 'b'"),

@@ -18,9 +18,8 @@ from torch.distributed import distributed_c10d
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from legacy_ddp._explain.missing import compose_payload, recorder_text
 from legacy_ddp._watchdog.client import Outcome
-from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch
 from legacy_ddp._watchdog.process import RUNNING, STOPPED, Sample
-from legacy_ddp._watchdog.status import Row
+from legacy_ddp._watchdog.status import PayloadState, PayloadWatch, Row
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import SimulatedGroup, new_group

@@ -18,9 +18,9 @@ from legacy_ddp._watchdog.client import (
     Outcome,
 )
 from legacy_ddp._watchdog.process import DEAD, RUNNING, own_identity
+from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
 from legacy_ddp._watchdog.status import GroupView, RankStatus, own_status
-from legacy_ddp._watchdog.warning_policy import Report
 from legacy_ddp._watchdog.watchdog import FailureRecord, ReportExchange
 
 WORDS = "left because another rank was lost"

@@ -20,8 +20,8 @@ from legacy_ddp._watchdog.client import (
     decode_endpoint,
 )
 from legacy_ddp._watchdog.process import DEAD, Sample, own_identity
+from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.status import LEFT_AFTER_LOSS, LEFT_NORMALLY, RankStatus, Row, build_rows, own_status
-from legacy_ddp._watchdog.warning_policy import Report
 from legacy_ddp._watchdog.watchdog import Watchdog
 
 WAITING_STACK = ("train.py:91 in <module>", "legacy_ddp/_wrapper.py:143 in all_reduce")

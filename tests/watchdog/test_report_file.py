@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from legacy_ddp import Checks, LostPeerError
-from legacy_ddp._watchdog.report_file import ReportFile
+from legacy_ddp._watchdog.reports import ReportFile
 from tests.helpers.listening import Training
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
@@ -183,7 +183,7 @@ def test_a_loss_on_a_full_disk_is_told_in_full_by_log_and_error_and_neither_poin
 
 _SCRIPT = """
 import faulthandler, os, signal, sys
-from legacy_ddp._watchdog.report_file import ReportFile
+from legacy_ddp._watchdog.reports import ReportFile
 
 folder, story = sys.argv[1:]
 if "handler" in story:

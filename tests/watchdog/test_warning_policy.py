@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._watchdog.warning_policy import Report, WarningPolicy
+from legacy_ddp._watchdog.reports import Report, WarningPolicy
 
 BAD = Report(
     head="a call: ranks have waited; missing rank 1",

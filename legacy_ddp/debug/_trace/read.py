@@ -21,6 +21,7 @@ from legacy_ddp.debug._trace.records import (
     RANK_FILE,
     CallFacts,
     DamagedLineError,
+    Declaration,
     Environment,
     Names,
     Section,
@@ -29,9 +30,9 @@ from legacy_ddp.debug._trace.records import (
     parse,
     read_numbers,
     read_record,
+    sequence_from_json,
     split_checked,
 )
-from legacy_ddp.debug._trace.write import Declaration, sequence_from_json
 
 _FIRST = b'{"line":"environment","format":'
 _VALUES = re.compile(rb'\{"line":"values","step":(\d{1,18}),"phase":"(\w{1,20})","names":(\d{1,18}),"words":')

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import PHASES, Names, Section, Values
-from legacy_ddp.debug._trace.write import Writer
+from legacy_ddp.debug._trace.records import PHASES, Names, Section, Values, Writer
 from tests.helpers.trace_scenarios import (
     Scenario,
     contents_of,

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from legacy_ddp import TraceError
 from legacy_ddp.debug._operations.operation import Operation, Value
 from legacy_ddp.debug._trace.read import RankTrace, open_run
-from legacy_ddp.debug._trace.records import encode
+from legacy_ddp.debug._trace.records import Writer, declaration_of, digests_of, encode
 from legacy_ddp.debug._trace.summary import lines, summarise
-from legacy_ddp.debug._trace.write import Writer, declaration_of, digests_of
 from tests.helpers.traces import environment
 
 DIGESTS = st.integers(0, 2**64 - 1).map("{:016x}".format)

@@ -9,7 +9,7 @@ import pytest
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.read import RunCoverage, open_run, span, spans
-from legacy_ddp.debug._trace.write import Writer
+from legacy_ddp.debug._trace.records import Writer
 from tests.helpers.operations import operation
 from tests.helpers.traces import KIND, NAMES, end_after, environment, write_trace
 

@@ -12,8 +12,7 @@ import pytest
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.read import RankTrace, open_run
-from legacy_ddp.debug._trace.records import Names, Section, Values
-from legacy_ddp.debug._trace.write import Writer
+from legacy_ddp.debug._trace.records import Names, Section, Values, Writer
 from tests.helpers.trace_scenarios import contents_of
 from tests.helpers.traces import call_facts, environment, write_trace
 
