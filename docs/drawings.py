@@ -51,11 +51,12 @@ def layers() -> str:
     """The folders of the package in the order of imports."""
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         ("tools", (("debug/", "recorder, command"), ("lightning/", "strategies"), ("data", "sampler"))),
-        ("front", (("_wrapper", "the class: constructor, methods, print(model)"),)),
+        ("front", (("_wrapper", "the class, and the function for a plain module"),)),
+        ("after a fault", (("_explain/", "which ranks, which parameter, which cause"),)),
         ("operations", (("_call/", "all_reduce, broadcast, join: one line for each stage"),)),
-        ("checks", (("_agreement/", "headers"), ("_replicas/", "digests"), ("_record", "of a call"))),
-        ("transport", (("_ranks/", "groups, calls"), ("_reproducible/", "tree sums"))),
-        ("basis", (("_memory/", "flat tensors"), ("_steps/", "backward counts"), ("_watchdog/", "lost ranks"))),
+        ("checks", (("_replicas/", "digests"), ("_reproducible", "tree sums"), ("_record", "of a call"))),
+        ("ranks", (("_ranks/", "groups, sockets, a call, headers, agreement"),)),
+        ("basis", (("_watchdog/", "waits, losses"), ("_memory/", "flat tensors"), ("_steps/", "between calls"))),
         ("shared", (("_errors, _settings, _log, _text, _torch, ...", "modules that all folders use"),)),
     )
     parts = []
@@ -65,8 +66,8 @@ def layers() -> str:
         for place, (name, holds) in enumerate(boxes):
             colour = COLOURS[number % len(COLOURS)]
             parts.append(_box(130 + width * place, top, width - 10, 50, colour, [name, holds], first_bold=True))
-    parts += [_arrow(750, 40, 750, 430), _text(790, 235, "imports")]
-    return _svg(840, 470, "The folders of legacy_ddp in the order of imports", parts)
+    parts += [_arrow(750, 40, 750, 492), _text(790, 266, "imports")]
+    return _svg(840, 532, "The folders of legacy_ddp in the order of imports", parts)
 
 
 def meeting() -> str:
