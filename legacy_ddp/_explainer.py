@@ -106,6 +106,10 @@ class Explainer(Protocol):
         """The report on the payload of ``call``, number ``serial`` on the group, that runs on devices for long."""
         ...
 
+    def stall(self, rows: "Sequence[Row]", global_ranks: Sequence[int]) -> "Report | None":
+        """The report on ranks that wait outside of calls; None if there is nothing to tell."""
+        ...
+
     def loss(self, row: "Row", reason: str, missing: str) -> str:
         """A line on a loss, with the position of the rank in ``row``."""
         ...

@@ -7,6 +7,7 @@ from legacy_ddp import _explainer
 from legacy_ddp._explain.compare import explain_replicas
 from legacy_ddp._explain.missing import compose, compose_payload, format_loss, poll_ranks
 from legacy_ddp._explain.nonfinite import describe_nonfinite, describe_rank
+from legacy_ddp._explain.stall import compose_stall
 
 
 class _Explanations:
@@ -16,6 +17,7 @@ class _Explanations:
     poll = staticmethod(poll_ranks)
     waiting = staticmethod(compose)
     payload = staticmethod(compose_payload)
+    stall = staticmethod(compose_stall)
     loss = staticmethod(format_loss)
 
 

@@ -60,17 +60,17 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
     progressing = [rows[rank].is_progressing(waited_seconds) for rank in missing]
     return Report(
         head=printable(head),
-        text=_text(rows, missing, head, [*_advice(rows, missing), *_closures(waiting)]),
+        text=report_text(rows, missing, head, [*_advice(rows, missing), *_closures(waiting)]),
         summary=printable(summary),
         missing=missing,
         is_progressing=bool(missing) and all(progressing),
         is_busy=bool(missing) and all(on or rows[rank].is_busy for rank, on in zip(missing, progressing, strict=True)),
-        reporters=_reporters(rows, waiting, missing),
+        reporters=reporters(rows, waiting, missing),
         is_late=failure.is_late,
         call=farthest.last_call,
         phase=farthest.sample.phase if farthest.in_call and farthest.sample else "",
         seconds=round(waited_seconds, 3),
-        states=_states(rows, missing),
+        states=ranks_by_state(rows, missing),
     )
 
 
@@ -94,17 +94,17 @@ def compose_payload(rows: Sequence[Row], call: str, serial: int) -> Report:
     states = [f"{text} {name_ranks(ranks[reached])}" for reached, text in _PROGRESS.items() if ranks[reached]]
     return Report(
         head=printable(head),
-        text=_text(rows, missing, head, [*_wrap(f"the payload is {', '.join(states)}"), *_wrap(recorder_text())]),
+        text=report_text(rows, missing, head, [*_wrap(f"the payload is {', '.join(states)}"), *_wrap(recorder_text())]),
         summary=printable(summary),
         missing=missing,
-        reporters=_reporters(rows, waiting, missing),
+        reporters=reporters(rows, waiting, missing),
         call=call,
         phase="payload",
-        states=_states(rows, missing),
+        states=ranks_by_state(rows, missing),
     )
 
 
-def _text(rows: Sequence[Row], missing: Sequence[int], head: str, notes: Sequence[str]) -> str:
+def report_text(rows: Sequence[Row], missing: Sequence[int], head: str, notes: Sequence[str] = ()) -> str:
     lines = [*_wrap(head), *notes, "", *_table(rows, missing), *_stacks(rows, missing)]
     return printable_lines("\n".join(lines))
 
@@ -138,6 +138,8 @@ def activity_text(row: Row) -> str:
         return f"{row.last_call}: {row.sample.phase}"
     if row.sample.call:
         return f"{row.sample.call} of another group: {row.sample.phase}"
+    if row.wait is not None:
+        return f"{row.wait.function}() after {row.last_call}" if row.last_call else f"{row.wait.function}()"
     return f"{row.sample.phase} after {row.last_call}" if row.last_call else row.sample.phase
 
 
@@ -176,7 +178,7 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
         return f"no rank is missing, {where}; look at the network between them"
     groups: dict[str, list[int]] = {}
     for rank in missing:
-        groups.setdefault(_reason(rows[rank]), []).append(rank)
+        groups.setdefault(reason(rows[rank]), []).append(rank)
     parts = [f"{name_ranks(ranks)} ({why}{_hosts(rows, ranks)})" for why, ranks in groups.items()]
     parts = first_few(parts, MAX_PARTS, "... {} other kinds")
     if silent := [row.rank for row in rows if row.is_silent and row.rank not in missing]:
@@ -220,7 +222,7 @@ def _closures(waiting: Sequence[Row]) -> list[str]:
     ]
 
 
-def _reason(row: Row) -> str:
+def reason(row: Row) -> str:
     if row.process in (STOPPED, TRACED):
         return f"its process is {row.process}"
     if row.outcome is Outcome.SILENT and row.process == RUNNING:
@@ -269,14 +271,14 @@ def _describe(group: Sequence[Row]) -> str:
     return f"{activity_text(first):37} {(age and f'{age} s') or '?':>8}  {process_text(first)} on {where}"
 
 
-def _reporters(rows: Sequence[Row], waiting: Iterable[Row], missing: Collection[int]) -> tuple[int, ...]:
+def reporters(rows: Sequence[Row], waiting: Iterable[Row], missing: Collection[int]) -> tuple[int, ...]:
     """A rank of each host: the lowest waiting rank, else the lowest rank that may wait later."""
     in_wait, behind = {row.rank for row in waiting}, {*missing}
     ordered = sorted(rows, key=lambda row: (row.rank not in in_wait, row.is_gone, row.rank in behind, row.rank))
     return tuple(sorted({row.host: row.rank for row in reversed(ordered)}.values()))
 
 
-def _states(rows: Sequence[Row], missing: Collection[int]) -> list[dict[str, Any]]:
+def ranks_by_state(rows: Sequence[Row], missing: Collection[int]) -> list[dict[str, Any]]:
     """The ranks by equal state, the missing ranks and the rarest states first; lists are in the order of ``ranks``."""
     behind = {*missing}
     groups: dict[tuple[object, ...], list[Row]] = {}

@@ -213,7 +213,7 @@ class Groups:
         if self.endpoints_exchanged or self.watchdog is not None or self.size == 1 or checks.level == "off":
             return None
         watchdog = Watchdog(
-            self.rank, self.size, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
+            self.rank, self.global_ranks, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
         )
         # First: a lost connection makes the other ranks poll at once, for the exit reason.
         self._at_end.insert(0, watchdog.close)

@@ -3,6 +3,7 @@
 import ctypes
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -77,6 +78,16 @@ def issued_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
     """The number of collectives that this process has issued on the backend of ``device`` in ``group``."""
     backend: Any = group._get_backend(device)
     return int(backend._get_sequence_number_for_group())
+
+
+def issued_on_all_groups() -> int:
+    """The number of operations that this process has issued on all its groups, for backends that count them."""
+    total = 0
+    groups: list[Any] = [*groups_of_torch()]
+    for group in groups:
+        with suppress(RuntimeError):  # a backend without a count
+            total += group._get_sequence_number_for_group()
+    return total
 
 
 def operation_options(kind: str, timeout: timedelta) -> Any:

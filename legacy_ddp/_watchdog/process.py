@@ -161,7 +161,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 # Library files that are frames around user code: the step guard wraps closures, a strategy wraps the training loop.
 _AROUND_USER_CODE = (f"{_PACKAGE}/_steps/guard.py", f"{_PACKAGE}/lightning/")
 _PATHS = sysconfig.get_paths()
-_LIBRARIES = (_PACKAGE, _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<frozen")
+LIBRARIES = (_PACKAGE, _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<frozen")
 
 
 class ActivityMark(NamedTuple):
@@ -224,7 +224,7 @@ class Activity:
             phase = BACKWARD
         if mark.call:
             frames = _frames_into_call(frames, with_user_code=mark.phase in (HOOK, RUN))
-        own = [entry for entry in frames if not entry.filename.startswith(_LIBRARIES)]
+        own = [entry for entry in frames if not entry.filename.startswith(LIBRARIES)]
         return Sample(
             mark.call,
             phase,
@@ -238,6 +238,11 @@ class Activity:
 
 
 process_activity = Activity()
+
+
+def frame_text(frame: FrameType) -> str:
+    """File, line and function of a frame."""
+    return _read_frame(frame).text
 
 
 class _Frame(NamedTuple):

@@ -284,6 +284,29 @@ class WarningPolicy:
             self.last_in_full = report
         self._last = report
 
+    def warn_of_stall(self, report: Report) -> None:
+        """Log a report on a wait outside of calls: in full, a line at twice the time each, nothing in between.
+
+        A rank that computes or is in a debugger is one line, once: it may evaluate the model alone, by design.
+        """
+        last = self._last if _is_same(report, self._last) else None
+        if last is not None and last.seconds <= report.seconds < 2 * last.seconds:
+            return  # of another rank that waits, too
+        is_longer = last is not None and last.seconds <= report.seconds
+        self._last = report
+        if not report.is_busy and not is_longer:
+            self.tell_in_full(report)
+        elif not report.is_busy:
+            self._log(f"{report.head}, as reported", report)
+        elif not is_longer:
+            self._log(f"{report.head}", report)
+
+    def end_stall(self) -> None:
+        """The wait that was reported last has ended."""
+        if self._last is not None:
+            self._log("the wait outside of calls has ended", self._last, {"event": "arrived", "call": ""})
+        self._last = None
+
     def tell_in_full(self, report: Report) -> bool:
         """Log a report in full and write the file; return whether this rank is the one that logs."""
         self._file.append(report.filed)

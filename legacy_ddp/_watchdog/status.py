@@ -37,6 +37,7 @@ from legacy_ddp._watchdog.process import (
     process_activity,
     waits_for_disk,
 )
+from legacy_ddp._watchdog.stall import StallWatch, Wait
 
 # Words of a device. Two calls on different streams may complete in another order, so they need different words.
 _RING_SIZE = 16
@@ -230,6 +231,7 @@ class Row:
     is_advancing: bool = False
     is_busy: bool | None = None  # None: not polled twice
     payloads: PayloadState = field(default_factory=PayloadState)  # on devices
+    wait: Wait | None = None  # in torch.distributed, outside of calls
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -305,6 +307,7 @@ class RankStatus:
     activity: Activity = field(default_factory=Activity)  # of the call; other threads may be busy with other things
     exit_reasons: dict[int, str] = field(default_factory=dict)  # of neighbours that have left
     payloads: PayloadWatch = field(default_factory=lambda: PayloadWatch(float("inf")))  # on devices
+    stall: StallWatch = field(default_factory=lambda: StallWatch(float("inf")))
 
 
 @dataclass
@@ -313,6 +316,7 @@ class GroupView:
 
     own: Endpoint
     peers: Sequence[Endpoint | None]
+    global_ranks: Sequence[int]  # of every rank, counted in the job
     status: RankStatus = field(default_factory=RankStatus)
 
     def others(self, ranks: Iterable[int]) -> list[Endpoint]:
@@ -338,6 +342,7 @@ def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
         "call": status.call,
         "has_wrapper": status.has_wrapper,
         "payloads": asdict(status.payloads.state()),
+        "wait": None if (wait := status.stall.wait()) is None else asdict(wait),
         "moved_bytes": moved_bytes(),
         "busy_seconds": busy_seconds(),
         "waits_for_disk": waits_for_disk(),
@@ -372,4 +377,5 @@ def _with_answer(row: Row, answer: Message) -> Row:
         last_call=answer["call"],
         has_wrapper=answer["has_wrapper"],
         payloads=read_as(PayloadState, answer["payloads"]),
+        wait=read_as(Wait, answer["wait"]) if answer["wait"] else None,
     )

@@ -31,6 +31,7 @@ from legacy_ddp._watchdog.ending import error_behind, exit_reason, watch_exit
 from legacy_ddp._watchdog.process import Identity
 from legacy_ddp._watchdog.reports import Report, ReportFile, WarningPolicy
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
+from legacy_ddp._watchdog.stall import LOOKS, StallWatch
 from legacy_ddp._watchdog.status import (
     LEFT_AFTER_LOSS,
     GroupView,
@@ -52,8 +53,14 @@ class Watchdog:
     """The watchdog of one rank on one process group."""
 
     def __init__(
-        self, rank: int, size: int, *, warn_after_seconds: float, report_dir: str | os.PathLike[str] | None
+        self,
+        rank: int,
+        global_ranks: Sequence[int],
+        *,
+        warn_after_seconds: float,
+        report_dir: str | os.PathLike[str] | None,
     ) -> None:
+        size = len(global_ranks)
         self.rank = rank
         self.warn_after_seconds = warn_after_seconds
         self._payloads = PayloadWatch(warn_after_seconds)
@@ -64,14 +71,17 @@ class Watchdog:
             opened.callback(self._background.close)
             self._server = StatusServer(rank, self._answer, self._on_closed, self._look)
             opened.pop_all()  # nothing failed: all of it stays open
-        self._view = GroupView(self._server.endpoint, [None] * size)
+        self._view = GroupView(self._server.endpoint, [None] * size, global_ranks)
         self._status = self._view.status
         self._status.payloads = self._payloads
+        self._status.stall = StallWatch(warn_after_seconds)
         self._met = 0  # the number of the last call in which communication had begun
         self.activity = self._status.activity  # of the calls
         self._policy = WarningPolicy(rank, self.file, warn_after_seconds)
         self._record = FailureRecord(self._view, self._policy)
         self._exchange = ReportExchange(self._view, self._record, self._background, warn_after_seconds)
+        self._stalls = StallReports(self._view, self._exchange, self._background, warn_after_seconds, self.file)
+        _open.append(self)
         watch_exit()
 
     def endpoint(self) -> bytes:
@@ -150,6 +160,8 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop, after sending the exit reason to the neighbours."""
+        if self in _open:
+            _open.remove(self)
         work = local_work_text()
         self._server.close(self._record.exit_reason() or exit_reason(f"{self._status.call}{work and f' ({work})'}"))
         self._background.close()
@@ -157,12 +169,15 @@ class Watchdog:
 
     def after_fork(self) -> None:
         """In a forked child: release sockets and files of the parent."""
+        _open.clear()
         self._server.after_fork()
         self.file.after_fork()
 
     def _answer(self, message: Message) -> Message:
         if message["request"] == "status":
             return own_status(self._status, self._view.peers)
+        if message["request"] == "stall":
+            return self._stalls.answer(message)
         failure = read_as(Failure, message["failure"]) if message["failure"] else None
         if message["request"] == "report":
             return self._exchange.answer(int(message["serial"]), failure, payload_of=message["payload_of"])
@@ -187,7 +202,12 @@ class Watchdog:
                 self._policy.tell_completion(payload.call)
         if (late := self._payloads.take_late()) is not None:
             self._background.submit(self._warn_of_payload, late)
-        return self._payloads.seconds_to_look()
+        seconds = [self._payloads.seconds_to_look()]
+        # One watchdog of the process looks at what happens outside of calls: that of its largest group.
+        if max(_open, key=lambda one: len(one._view.peers), default=None) is self:
+            self._stalls.look(self._status.stall)
+            seconds.append(self._status.stall.seconds_to_look())
+        return min((limit for limit in seconds if limit is not None), default=None)
 
     def _warn_of_payload(self, payload: Payload) -> None:
         report = self._exchange.fetch(payload.serial, None, payload_of=payload.call)
@@ -211,6 +231,9 @@ class Watchdog:
             failure = Failure(f"{name_ranks([rank])} {what} unexpectedly", ranks=(rank,))
             self._record.record_failure(failure, logs=True)
             broadcast_failure(self._view, failure)
+
+
+_open: list[Watchdog] = []  # of this process, the oldest first
 
 
 class FailureRecord:
@@ -364,6 +387,12 @@ class ReportExchange:
                 self._background.sleep_and_run_pending(_RETRY_SECONDS + _RETRY_SECONDS_PER_RANK * len(self._view.peers))
         return _compose(self._view.local_rows(failure), failure, serial, payload_of, was_polled=False)
 
+    def ask_lowest(self, message: Message) -> None:
+        """Send a request to the lowest rank that answers."""
+        for peer in self._answering(time.monotonic() + _report_seconds(len(self._view.peers))):
+            if request(peer, message, self._view.own.identity)[0] is Outcome.ANSWERED:
+                return
+
     def _start_report(self, failure: Failure | None, serial: int = 0, payload_of: str = "") -> _SharedReport:
         shared = _SharedReport()
         self._background.submit(self._make_report, shared, failure, serial, payload_of)
@@ -395,3 +424,75 @@ class ReportExchange:
             ping = {"request": "record", "failure": None, "report": None}
             answers = request_all(some, ping, self._view.own.identity)
             yield from (peer for peer in some if answers[peer.rank][0] is Outcome.ANSWERED)
+
+
+class StallReports:
+    """The reports on waits outside of calls.
+
+    A rank that waits for long asks the lowest rank that answers. That rank polls all ranks, and sends the report to the
+    lowest rank of each host that answers, which shows it.
+    """
+
+    def __init__(
+        self,
+        view: GroupView,
+        exchange: ReportExchange,
+        background: BackgroundTasks,
+        warn_after_seconds: float,
+        file: ReportFile,
+    ) -> None:
+        self._view = view
+        self._exchange = exchange
+        self._background = background
+        self._fresh_seconds = warn_after_seconds / LOOKS  # the ranks of one wait ask within this time
+        self._policy = WarningPolicy(view.own.rank, file, warn_after_seconds)
+        self._has_asked = False  # about the present wait of this rank
+        self._shown_on: Sequence[int] = ()  # the ranks that show the last report of this rank
+        self._composed_at = float("-inf")
+        self._lock = threading.Lock()
+
+    def look(self, watch: StallWatch) -> None:
+        """In the thread of the status server: look at the training thread, and ask for a report if one is due."""
+        is_due = watch.look()
+        if is_due or (self._has_asked and not watch.is_waiting):
+            self._has_asked = is_due
+            self._background.submit(
+                self._exchange.ask_lowest, {"request": "stall", "what": "look" if is_due else "end"}
+            )
+
+    def answer(self, message: Message) -> Message:
+        what, report = message["what"], message.get("report")
+        if what == "look":
+            self._background.submit(self._compose)
+        elif what == "end":
+            self._background.submit(self._end)
+        elif report is not None:
+            self._policy.warn_of_stall(read_as(Report, report))
+        else:
+            self._policy.end_stall()
+        return {}
+
+    def _compose(self) -> None:
+        """Poll all ranks, and let a rank of each host show the report. The first of the ranks that ask is enough."""
+        with self._lock:
+            if time.monotonic() - self._composed_at < self._fresh_seconds:
+                return
+            self._composed_at = time.monotonic()
+        rows = explainer().poll(self._view.peers, self._view.own, twice=True)
+        report = explainer().stall(rows, self._view.global_ranks)
+        if report is not None:
+            self._shown_on = report.reporters
+            self._show(asdict(report))
+
+    def _end(self) -> None:
+        """The wait of a rank has ended."""
+        if self._shown_on:
+            self._show(None)
+            self._shown_on, self._composed_at = (), float("-inf")
+
+    def _show(self, report: Message | None) -> None:
+        message = {"request": "stall", "what": "show", "report": report}
+        own = self._view.own.rank
+        if own in self._shown_on:
+            self.answer(message)
+        request_all(self._view.others(self._shown_on), message, self._view.own.identity)

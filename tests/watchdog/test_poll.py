@@ -103,7 +103,7 @@ def test_a_rank_that_left_a_call_is_called_dead_before_a_poll_only_if_its_proces
     """A rank that had raised in the call, and stood in a debugger, was dead in the first report of the others."""
     peers = [listeners[0].server.endpoint, listeners[1].server.endpoint, _dead_peer(2)]
 
-    rows = GroupView(peers[0], peers).local_rows(Failure("ranks 1-2 left", ranks=(1, 2)))
+    rows = GroupView(peers[0], peers, range(len(peers))).local_rows(Failure("ranks 1-2 left", ranks=(1, 2)))
 
     assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.LEFT, Outcome.ENDED]
     assert [row.process for row in rows] == [RUNNING, RUNNING, DEAD]
@@ -112,12 +112,12 @@ def test_a_rank_that_left_a_call_is_called_dead_before_a_poll_only_if_its_proces
 def _report(listeners: list[_Answers]) -> Report:
     """Of three ranks outside of calls."""
     peers = [listener.server.endpoint for listener in listeners]
-    return compose(GroupView(peers[0], peers).local_rows(None))
+    return compose(GroupView(peers[0], peers, range(len(peers))).local_rows(None))
 
 
 def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(listeners: list[_Answers]) -> None:
     peers = [listener.server.endpoint for listener in listeners]
-    view, background = GroupView(peers[2], peers), BackgroundTasks(2)
+    view, background = GroupView(peers[2], peers, range(len(peers))), BackgroundTasks(2)
     record = FailureRecord(view, cast(Any, _Saved()))
     exchange = ReportExchange(view, record, background, warn_after_seconds=60.0)
     arrived = _report(listeners)
@@ -143,7 +143,7 @@ def test_the_report_of_a_rank_that_was_found_late_is_fetched(
     monkeypatch.setattr("legacy_ddp._watchdog.watchdog._report_seconds", lambda _size: seconds.pop(0))
     server = StatusServer(0, answer, lambda _rank, _exit_reason: None)
     server.start(None)
-    view, background = GroupView(server.endpoint, [server.endpoint]), BackgroundTasks(0)
+    view, background = GroupView(server.endpoint, [server.endpoint], [0]), BackgroundTasks(0)
     exchange = ReportExchange(view, FailureRecord(view, cast(Any, _Saved())), background, warn_after_seconds=60.0)
 
     found = exchange.fetch(5, Failure("connection lost"))
@@ -178,7 +178,7 @@ class _Saved:
 def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
     policy: Any = _Saved()
     peers = [listener.server.endpoint for listener in listeners]
-    record = FailureRecord(GroupView(peers[0], peers), policy)
+    record = FailureRecord(GroupView(peers[0], peers, range(len(peers))), policy)
 
     for reason, ranks in (("connection lost", ()), ("rank 1 has ended", (1,)), ("rank 1 is silent", (1,))):
         record.record_failure(Failure(reason, ranks=ranks), logs=True)

@@ -379,7 +379,7 @@ def test_a_rank_points_to_the_reporter_of_its_own_host(
 ) -> None:
     hosts = ["node-a", "node-a", "node-b", "node-b"]
     peers = [Endpoint(other, replace(own_identity(), host=host), [], "").encode() for other, host in enumerate(hosts)]
-    watchdog = Watchdog(rank, 4, warn_after_seconds=60.0, report_dir=tmp_path)
+    watchdog = Watchdog(rank, range(4), warn_after_seconds=60.0, report_dir=tmp_path)
     own = decode_endpoint(rank, peers[rank])
     assert own is not None
     watchdog._view.own = own

@@ -1,0 +1,178 @@
+"""Waits of the training thread in ``torch.distributed``, outside of the calls of this library.
+
+The thread of the status server looks at the training thread four times in ``warn_after_seconds``. The training thread
+waits if nothing has moved since the look before: its stack is the same, no group of the process has issued an
+operation, and the thread has not run. One of these alone is not enough. In a loop that is faster than the looks,
+every look may meet the same line.
+"""
+
+import dis
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._log import outward
+from legacy_ddp._watchdog.process import LIBRARIES, frame_text, process_activity
+
+# The public functions that wait, and the shells around them, which have no name of their own.
+_COLLECTIVES = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/nn/functional.py",
+    "/torch/distributed/collective_utils.py",
+    "/torch/distributed/_functional_collectives.py",
+)
+_SHELLS = ("wrapper", "unwrap", "inner")
+_RECEIVERS = ("recv", "irecv", "batch_isend_irecv")
+LOOKS = 4  # in warn_after_seconds
+# Of the time between two looks. A thread that runs all the time on the same line waits for a device in a busy loop.
+_SPINNING_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait in a function of ``torch.distributed``.
+
+    ``function``: for example ``barrier``; ``line``: of the script; ``seconds``: since when nothing has moved, as far as
+    the looks tell. ``ranks``: of the group of the collective, counted in the whole job; empty for an unknown group.
+    ``source``: the rank that ``recv()`` waits for, or -1.
+    """
+
+    function: str
+    line: str
+    seconds: float
+    ranks: tuple[int, ...] = ()
+    source: int = -1
+
+
+class _Seen(NamedTuple):
+    """What a look has seen. ``cpu_seconds``, ``slices``: of the training thread, 0 without /proc."""
+
+    stack: tuple[tuple[CodeType, int], ...]
+    changes: int
+    issued: int
+    cpu_seconds: float
+    slices: int
+    at: float
+
+
+class StallWatch:
+    """The looks at the training thread of this process."""
+
+    def __init__(self, warn_after_seconds: float) -> None:
+        self._warn_after_seconds = warn_after_seconds
+        self._seen: _Seen | None = None
+        self._since = time.monotonic()
+        self._next_report = warn_after_seconds
+        self._native: dict[int, int] = {}  # the threads of the kernel, by the ident of Python
+        self._looks_at = 0.0
+        self.is_waiting = False  # in torch.distributed, as of the last look
+
+    def seconds_to_look(self) -> float | None:
+        if self._warn_after_seconds == float("inf"):
+            return None
+        return max(0.0, self._looks_at - time.monotonic())
+
+    def look(self) -> bool:
+        """Look if it is time. Whether a report is due: after ``warn_after_seconds``, then at twice the time each."""
+        now = time.monotonic()
+        if now < self._looks_at:
+            return False
+        self._looks_at = now + self._warn_after_seconds / LOOKS
+        frames = _frames()
+        before, self._seen = self._seen, self._see(frames, now)
+        if before is None or process_activity.mark.call or _has_moved(before, self._seen):
+            self._since, self._next_report, self.is_waiting = now, self._warn_after_seconds, False
+            return False
+        self.is_waiting = bool(_function_of(frames)[0])
+        if not self.is_waiting or now - self._since < self._next_report:
+            return False
+        self._next_report = 2 * (now - self._since)
+        return True
+
+    def wait(self) -> Wait | None:
+        """Where the training thread waits now; None outside of ``torch.distributed``, and in a call of the library."""
+        frames = _frames()
+        function, outermost = _function_of(frames)
+        if not function or process_activity.mark.call:
+            return None
+        user = next((frame for frame in frames if _is_of_user(frame)), None)
+        ranks, source = _group_of(outermost)
+        line = frame_text(user) if user is not None else ""
+        return Wait(function, line, time.monotonic() - self._since, ranks, source if function in _RECEIVERS else -1)
+
+    def _see(self, frames: Sequence[FrameType], now: float) -> _Seen:
+        mark = process_activity.mark
+        stack = tuple((frame.f_code, frame.f_lasti) for frame in frames)
+        return _Seen(stack, mark.changes, internals.issued_on_all_groups(), *self._time_of(mark.thread), now)
+
+    def _time_of(self, thread: int) -> tuple[float, int]:
+        if thread not in self._native:
+            self._native = {one.ident or 0: one.native_id or 0 for one in threading.enumerate()}
+        try:
+            path = f"/proc/self/task/{self._native.get(thread, 0)}/schedstat"
+            numbers = Path(path).read_text(encoding="ascii").split()
+        except OSError:  # without /proc, or without numbers of scheduling
+            return 0.0, 0
+        return int(numbers[0]) * 1e-9, int(numbers[2])
+
+
+def _frames() -> list[FrameType]:
+    """The frames of the training thread, the innermost first."""
+    return list(outward(sys._current_frames().get(process_activity.mark.thread)))
+
+
+def _has_moved(before: _Seen, now: _Seen) -> bool:
+    if before[:3] != now[:3]:
+        return True
+    is_spinning = now.cpu_seconds - before.cpu_seconds > _SPINNING_SHARE * (now.at - before.at)
+    return now.slices != before.slices and not is_spinning
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(LIBRARIES)
+
+
+def _function_of(frames: Sequence[FrameType]) -> tuple[str, FrameType | None]:
+    """The outermost function of ``torch.distributed`` inside of the user's innermost line, and its frame."""
+    found: tuple[str, FrameType | None] = ("", None)
+    for frame in frames:
+        if _is_of_user(frame):
+            is_work = frame is frames[0] and _called(frame.f_code, frame.f_lasti) == "wait"
+            return ("wait", None) if is_work else found
+        name = frame.f_code.co_name
+        if frame.f_code.co_filename.endswith(_COLLECTIVES) and not name.startswith("_") and name not in _SHELLS:
+            found = (name, frame)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _called(code: CodeType, last: int) -> str:
+    """The name of the method in C that a frame is in: a Work of ``torch.distributed`` leaves no frame of Python."""
+    name = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.offset >= last:
+            break
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            name = str(instruction.argval)
+    return name
+
+
+def _group_of(frame: FrameType | None) -> tuple[tuple[int, ...], int]:
+    """The ranks of the group of a collective, counted in the job, and its argument ``src``, or -1."""
+    values = frame.f_locals if frame is not None else {}
+    source = values.get("src")
+    try:
+        group = values.get("group", values.get("pg"))
+        ranks = tuple(dist.get_process_group_ranks(group))
+    except Exception:  # noqa: BLE001 - any object may be in a variable of this name
+        ranks = ()
+    return ranks, source if type(source) is int else -1
