@@ -153,7 +153,13 @@ class Synchronizer:
         found = self.on_groups.get(group)
         if found is None:
             is_function = self.settings.by_environment
-            groups = groups_of(group, self.settings.timeout_seconds, for_wrapper=not is_function)
+            checks = self.settings.checks
+            groups = groups_of(
+                group,
+                self.settings.timeout_seconds,
+                for_wrapper=not is_function,
+                warn_after_seconds=None if checks.level == "off" else checks.warn_after_seconds,
+            )
             transport = Transport(groups, self.planner, self.leaves, self.warnings)
             found = self.on_groups[group] = _OnGroup(GroupState(groups), transport)
         return Call(found.state, operation, self.settings, self.module_class)

@@ -25,7 +25,7 @@ from legacy_ddp._torch import device as devices
 from legacy_ddp._watchdog import USER_CODE, Watchdog, end_after, forget_turn, process_activity
 from legacy_ddp._watchdog.process import ActivityMark, new_mark
 
-_FIRST_WARNED_CALL = 3
+_EARLY_CALLS = 2
 _NO_RANGE = nullcontext()
 
 
@@ -53,7 +53,7 @@ class Call(Gatherer):
     """Context of a call, counted on success. A group has a single call at a time.
 
     ``ignored``: the names in ``ignore``. ``module_class``: the class of the module, empty for parameters without one.
-    ``warns``: whether long waits are logged.
+    ``is_early``: one of the first calls, in which a long wait is nothing unusual.
 
     After the first communication a call succeeds, ends in an error on all ranks, or leaves the group unusable.
 
@@ -98,13 +98,13 @@ class Call(Gatherer):
             # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
             self.wrapper_id = self.group_state.wrapper_id or self.groups.wrapper_count + 1
             self.name = self.full_name = f"{self.operation.label} call {self.number}"
-            # The first calls of a wrapper wait for compilers, caches and data loaders.
-            warned = max(self.number, self.group_state.calls[Operation.ALL_REDUCE] + 1)
-            self.warns = warned >= _FIRST_WARNED_CALL
+            # The first calls of a wrapper wait for compilers, caches and data loaders: these are told calmly.
+            number = max(self.number, self.group_state.calls[Operation.ALL_REDUCE] + 1)
+            self.is_early = number <= _EARLY_CALLS
             if wrapper := self.wrapper_name:
                 self.full_name = f"{self.name} of {wrapper}"
             if self.groups.watchdog is not None:
-                self.groups.watchdog.begin(self.full_name, warns=self.warns)
+                self.groups.watchdog.begin(self.full_name, is_early=self.is_early)
         except BaseException:
             self._release()
             raise
@@ -208,7 +208,7 @@ class Call(Gatherer):
             OSError: the report file or the socket cannot be opened.
         """
         if watchdog := self.groups.open_watchdog(self.checks):
-            watchdog.begin(self.full_name, warns=self.warns)
+            watchdog.begin(self.full_name, is_early=self.is_early)
 
     def exchange_endpoints(self) -> None:
         """Collective, once per group, after headers matched for the first time: exchange the watchdogs' endpoints, and

@@ -22,6 +22,7 @@ from typing import Any
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import LegacyDDPError, PeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._log import logger_of
 from legacy_ddp._ranks.star import Star, StarLostError
 from legacy_ddp._ranks.star_sockets import (
     HostListener,
@@ -56,6 +57,10 @@ _LATE = {
     "time); an error (look at the output of these processes); a call under a condition such as if rank == 0 (make it "
     "on every rank of the group)",
 }
+_WHY_LATE = (
+    "  long work before it, such as preparing data, is no fault if it ends in time: else pass a longer\n"
+    "  timeout_seconds, or do the work before torch.distributed.init_process_group()"
+)
 _ERRORS = {kind.__name__: kind for kind in (PeerError, PeerLostError, SyncTimeoutError)}
 
 
@@ -99,17 +104,19 @@ def meet_members(
     check_room: Callable[[int], None],
     *,
     has_wrapper: bool,
+    warn_after_seconds: float | None,
 ) -> Met:
     """Collective: wait for all members, and connect them.
 
     ``check_room``: check that this rank can open its connections, with as many ranks below it in the tree.
+    ``warn_after_seconds``: when the first rank that came tells which ranks have not come; None for no warning.
 
     Raises:
         PeerError: on all ranks: a rank cannot open its connections; ``check_room`` raised OSError, for example.
         SyncTimeoutError: a member did not arrive. PeerLostError: a member was lost.
     """
     # The count of begins numbers the generations, also on a store that an earlier generation used.
-    generation = (store.add(_BEGINS, 1) - 1) // size
+    generation, place = divmod(store.add(_BEGINS, 1) - 1, size)
     of_generation = internals.PrefixStore(str(generation), store)
     meeting = _Meeting(of_generation, rank, timeout, check_room)
     try:
@@ -120,7 +127,9 @@ def meet_members(
         except OSError as error:
             meeting.tell(meeting.error_of(error))
         try:
-            _await_members(store, of_generation, generation, size, timeout, _LATE[has_wrapper])
+            # The first rank alone looks for the others: with all of them the store would get size * size requests.
+            absent = _Absent(of_generation, rank, size, warn_after_seconds if place == 0 else None, _LATE[has_wrapper])
+            _await_members(store, generation, size, timeout, absent)
         except SyncTimeoutError as error:
             meeting.tell(error)  # to a rank that arrives later
             raise
@@ -270,23 +279,56 @@ class _Meeting:
         return place
 
 
-def _await_members(
-    store: internals.Store, of_generation: internals.Store, generation: int, size: int, timeout: timedelta, reasons: str
-) -> None:
+class _Absent:
+    """The ranks that have not come to the first meeting, in a warning and in the error.
+
+    ``warn_after_seconds``: None if another rank warns, or none.
+    """
+
+    def __init__(
+        self, store: internals.Store, rank: int, size: int, warn_after_seconds: float | None, reasons: str
+    ) -> None:
+        self._store, self._rank, self._size, self._reasons = store, rank, size, reasons
+        self._start = time.monotonic()
+        self._next_seconds = float("inf") if warn_after_seconds is None else warn_after_seconds
+
+    def ranks(self) -> list[int]:
+        # Not by arrivals: a rank may still wait for the hub of its host, which is the missing one.
+        return [other for other in range(self._size) if not self._store.check([f"begun/{other}"])]
+
+    def error(self, timeout: timedelta) -> SyncTimeoutError:
+        missing = self.ranks()
+        return SyncTimeoutError(
+            f"{_NAME}: {name_ranks(missing) if missing else 'a rank'} did not arrive within "
+            f"{timeout.total_seconds():g} s. Possible reasons: {self._reasons}",
+            ranks=missing,
+            phase="agree",
+        )
+
+    def warn_if_due(self, timeout: timedelta) -> None:
+        """Warn after ``warn_after_seconds``, and then at twice the time each."""
+        seconds = time.monotonic() - self._start
+        if seconds < self._next_seconds:
+            return
+        self._next_seconds = 2 * seconds
+        if missing := self.ranks():
+            text = (
+                f"{_NAME}: {name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not come within "
+                f"{seconds:.0f} s, and the other ranks wait, for at most {timeout.total_seconds():g} s"
+            )
+            extra = {"event": "waiting", "call": "", "phase": "agree", "seconds": round(seconds, 3), "ranks": missing}
+            logger_of(self._rank).warning("%s\n%s", text, _WHY_LATE, extra=extra)
+
+
+def _await_members(store: internals.Store, generation: int, size: int, timeout: timedelta, absent: _Absent) -> None:
     """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
     store.add(_ARRIVALS, 1)
     deadline = time.monotonic() + timeout.total_seconds()
 
     def check() -> None:
         if time.monotonic() > deadline:
-            # Not by arrivals: a rank may still wait for the hub of its host, which is the missing one.
-            missing = [other for other in range(size) if not of_generation.check([f"begun/{other}"])]
-            raise SyncTimeoutError(
-                f"{_NAME}: {name_ranks(missing) if missing else 'a rank'} did not arrive within "
-                f"{timeout.total_seconds():g} s. Possible reasons: {reasons}",
-                ranks=missing,
-                phase="agree",
-            )
+            raise absent.error(timeout)
+        absent.warn_if_due(timeout)
 
     _ask_until(lambda: store.add(_ARRIVALS, 0) >= (generation + 1) * size, check)
 

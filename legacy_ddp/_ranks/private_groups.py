@@ -174,13 +174,21 @@ class Groups:
         self.lost = ""  # the text of the failure after which no call is possible
         self._lost_ranks: tuple[int, ...] = ()
 
-    def build(self, parent: dist.ProcessGroup, timeout_seconds: float | None) -> None:
+    def build(self, parent: dist.ProcessGroup, timeout_seconds: float | None, warn_after_seconds: float | None) -> None:
         """Collective: connect the members. A single rank needs no connection."""
         if self.size == 1:
             return
         timeout = self.timeout(timeout_seconds)
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
-        met = meet_members(store, self.rank, self.size, timeout, self._check_room, has_wrapper=self.has_wrapper)
+        met = meet_members(
+            store,
+            self.rank,
+            self.size,
+            timeout,
+            self._check_room,
+            has_wrapper=self.has_wrapper,
+            warn_after_seconds=warn_after_seconds,
+        )
         self.star, self.cards, self._store, self._timeout = met.star, met.cards, met.store, timeout
         self._at_end.append(met.star.close)
         self._payload = self.connect_gloo("payload", self.rank, self.size)
@@ -341,11 +349,17 @@ def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
         )
 
 
-def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None, *, for_wrapper: bool = True) -> Groups:
+def groups_of(
+    parent: dist.ProcessGroup,
+    timeout_seconds: float | None,
+    *,
+    for_wrapper: bool = True,
+    warn_after_seconds: float | None = None,
+) -> Groups:
     """The private groups of ``parent``. Collective if this process has to build them.
 
     ``timeout_seconds``: limit of a wait, None for the timeout of ``parent``. ``for_wrapper``: false for the function
-    ``all_reduce_gradients()``.
+    ``all_reduce_gradients()``. ``warn_after_seconds``: as of :class:`Checks`, None for no warning.
 
     Raises:
         PeerError: a rank cannot open its connections; the next call tries again.
@@ -360,7 +374,7 @@ def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None, *, for_w
         _alive.add(groups)
         _close_at_exit()
         try:
-            groups.build(parent, timeout_seconds)
+            groups.build(parent, timeout_seconds, warn_after_seconds)
             _groups[parent] = groups
         except BaseException as error:  # also an interrupt: the other ranks may be connected
             if groups.size == 1 or isinstance(error, PeerError):  # nothing was connected: the next call may succeed
@@ -422,6 +436,9 @@ def _after_fork() -> None:
 
 def _close_all(*, shows_exit: bool) -> None:
     """At the end of the process. Until then the watchdogs answer other ranks."""
+    for groups in list(_alive):
+        if groups.watchdog is not None:
+            groups.watchdog.note_end()
     await_turn(shows_exit=shows_exit)
     for groups in list(_alive):
         groups.close()

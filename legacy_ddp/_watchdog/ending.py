@@ -28,7 +28,7 @@ from legacy_ddp._log import line_in_script, script_lines
 from legacy_ddp._text import error_line
 from legacy_ddp._watchdog.process import ENDING, RUNNING, Identity, visible_state
 from legacy_ddp._watchdog.reports import sigterm_has_come
-from legacy_ddp._watchdog.status import AFTER_A_SIGNAL, LEFT_NORMALLY
+from legacy_ddp._watchdog.status import AFTER_A_SIGNAL, LEFT_AFTER_LOSS, LEFT_NORMALLY
 
 
 class _Exit(NamedTuple):
@@ -48,6 +48,9 @@ _HEAD_START_SECONDS = 1.0
 # For a process that does not end: its rank may be in a debugger, or the script has caught the error.
 _LIMIT_SECONDS = 10.0
 _PAUSE_SECONDS = 0.02
+# In the texts of gloo and NCCL after the loss of a connection. A timeout says nothing about the end of a rank.
+_TRANSPORT = ("gloo/transport", "Connection closed by peer", "remote process exited", "NCCL communicator was aborted")
+_TIMEOUT = "Timed out"
 _TURN = "_legacy_ddp_turn"
 
 
@@ -148,6 +151,19 @@ def ending_error() -> BaseException | None:
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     error = script_exit() if error is None else error_behind(error)
     return None if isinstance(error, SystemExit) and _is_success(error) else error
+
+
+def is_of_transport(error: BaseException | None) -> bool:
+    """Whether a lost connection of the script's own collectives ends this process: another rank has ended first."""
+    return any(
+        isinstance(link, RuntimeError) and any(mark in str(link) for mark in _TRANSPORT) and _TIMEOUT not in str(link)
+        for link in _chain(error)
+    )
+
+
+def is_fault(reason: str) -> bool:
+    """Whether a rank that ended for ``reason`` ended first, by an error of its own."""
+    return not reason.startswith((LEFT_NORMALLY, LEFT_AFTER_LOSS))
 
 
 def exit_reason(call: str) -> str:

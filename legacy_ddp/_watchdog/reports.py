@@ -251,13 +251,14 @@ class WarningPolicy:
         self._file = file
         self._warn_after_seconds = warn_after_seconds
         self._next_seconds = warn_after_seconds
-        self._is_checking = False
+        self._is_checking = self._is_early = False
         self._last: Report | None = None  # of this call
         self.last_in_full: Report | None = None  # the last report of this call that was logged in full
 
-    def begin(self, *, warns: bool) -> None:
-        """Start a call. ``warns``: whether a long wait in this call is worth a warning."""
-        self._next_seconds = self._warn_after_seconds if warns else float("inf")
+    def begin(self, *, is_early: bool) -> None:
+        """Start a call. ``is_early``: one of the first, of which the first warning is a line."""
+        self._next_seconds = self._warn_after_seconds
+        self._is_early = is_early
         self._last = self.last_in_full = None
 
     def is_due(self, waited_seconds: float) -> bool:
@@ -277,6 +278,8 @@ class WarningPolicy:
         is_new_work = report.is_busy and not _is_same(report, self._last)
         if report.is_progressing or is_new_work:
             self._log(f"{report.head}, alive{'' if report.is_progressing else ' and busy'}", report)
+        elif self._is_early and self._last is None:
+            self._log(f"{report.head}, in one of the first calls", report)
         elif _is_same(report, self.last_in_full):
             self._log(f"{report.head}, as reported", report)
         else:

@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
 from legacy_ddp._explainer import explainer
+from legacy_ddp._log import logger_of
 from legacy_ddp._steps.policy import local_work_text
 from legacy_ddp._text import error_line, name_ranks
 from legacy_ddp._watchdog.client import (
@@ -27,7 +29,15 @@ from legacy_ddp._watchdog.client import (
     request,
     request_all,
 )
-from legacy_ddp._watchdog.ending import error_behind, exit_reason, watch_exit
+from legacy_ddp._watchdog.ending import (
+    end_after,
+    ending_error,
+    error_behind,
+    exit_reason,
+    is_fault,
+    is_of_transport,
+    watch_exit,
+)
 from legacy_ddp._watchdog.process import Identity
 from legacy_ddp._watchdog.reports import Report, ReportFile, WarningPolicy
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
@@ -47,6 +57,18 @@ _GRACE_SECONDS = 0.5
 _RETRY_SECONDS, _RETRY_SECONDS_PER_RANK = 0.05, 0.0005
 # Ranks that start to wait together request a report within this time of each other, and must get the same text.
 _FRESH_SECONDS = 2.0
+
+
+# How long a rank that ends by a lost connection waits for the reason of the rank that ended first.
+_CAUSE_SECONDS = 1.0
+
+
+class _End(NamedTuple):
+    rank: int
+    text: str
+
+
+_UNKNOWN_END = _End(-1, "")
 
 
 class Watchdog:
@@ -80,6 +102,7 @@ class Watchdog:
         self._policy = WarningPolicy(rank, self.file, warn_after_seconds)
         self._record = FailureRecord(self._view, self._policy)
         self._exchange = ReportExchange(self._view, self._record, self._background, warn_after_seconds)
+        self._first_end: _End | None = None  # of another rank, known at the end of this one
         self._stalls = StallReports(self._view, self._exchange, self._background, warn_after_seconds, self.file)
         _open.append(self)
         watch_exit()
@@ -98,12 +121,12 @@ class Watchdog:
     def note_wrapper(self) -> None:
         self._status.has_wrapper = True
 
-    def begin(self, call: str, *, warns: bool) -> None:
-        """This rank enters a call. ``warns``: whether a long wait in the call is worth a warning."""
+    def begin(self, call: str, *, is_early: bool) -> None:
+        """This rank enters a call. ``is_early``: one of the first calls, in which ranks may wait for long."""
         status = self._status
         status.activity.enter("plan", call)
         status.serial, status.call, status.in_call = self._met + 1, call, True
-        self._policy.begin(warns=warns)
+        self._policy.begin(is_early=is_early)
 
     def end(self, *, has_met: bool, succeeded: bool) -> None:
         """This rank leaves the call. ``has_met``: communication has begun, so the other ranks count the call, too."""
@@ -158,12 +181,38 @@ class Watchdog:
     def processes(self, ranks: Iterable[int]) -> list[Identity]:
         return [peer.identity for peer in self._view.others(ranks)]
 
+    def note_end(self) -> None:
+        """At the end of this process: tell which rank ended first, if a lost connection of the script is the error."""
+        error = ending_error()
+        if self._first_end is not None or error is None or not is_of_transport(error):
+            return
+        self._first_end = _UNKNOWN_END
+        deadline = time.monotonic() + _CAUSE_SECONDS
+        while (found := self._find_first_end()) is None and time.monotonic() < deadline:
+            time.sleep(_RETRY_SECONDS)
+        if found is not None:
+            self._first_end = found
+            text = f"{found.text}; this rank ends because the connection to it is lost"
+            logger_of(self.rank).warning("%s", text, extra={"event": "lost", "ranks": [found.rank]})
+            end_after(error, self.processes([found.rank]))
+
+    def _find_first_end(self) -> "_End | None":
+        for rank, reason in list(self._status.exit_reasons.items()):
+            if is_fault(reason):
+                return _End(rank, f"{name_ranks([rank])} {reason}")
+        failure = self._record.failure
+        return _End(failure.ranks[0], failure.reason) if failure is not None and failure.ranks else None
+
     def close(self) -> None:
         """Stop, after sending the exit reason to the neighbours."""
+        self.note_end()
         if self in _open:
             _open.remove(self)
         work = local_work_text()
-        self._server.close(self._record.exit_reason() or exit_reason(f"{self._status.call}{work and f' ({work})'}"))
+        reason = self._record.exit_reason()
+        if self._first_end is not None and not reason:
+            reason = LEFT_AFTER_LOSS + (f": {self._first_end.text}" if self._first_end.text else "")
+        self._server.close(reason or exit_reason(f"{self._status.call}{work and f' ({work})'}"))
         self._background.close()
         self.file.close()
 
@@ -176,6 +225,9 @@ class Watchdog:
     def _answer(self, message: Message) -> Message:
         if message["request"] == "status":
             return own_status(self._status, self._view.peers)
+        if message["request"] == "end":
+            self._status.exit_reasons[int(message["rank"])] = str(message["reason"])
+            return {}
         if message["request"] == "stall":
             return self._stalls.answer(message)
         failure = read_as(Failure, message["failure"]) if message["failure"] else None
@@ -218,8 +270,17 @@ class Watchdog:
         """A monitor connection was closed."""
         if exit_reason is None:
             self._background.submit(self._check_neighbour, rank)
-        else:
-            self._status.exit_reasons[rank] = exit_reason
+            return
+        self._status.exit_reasons[rank] = exit_reason
+        if is_fault(exit_reason) and self.rank == (rank + 1) % len(self._view.peers):  # one of its two neighbours
+            self._background.submit(self._tell_end, rank, exit_reason)
+
+    def _tell_end(self, rank: int, reason: str) -> None:
+        """Log the end of a rank by an error, and let every rank know the reason."""
+        text = f"{name_ranks([rank])} {reason}"
+        logger_of(self.rank).warning("%s", text, extra={"event": "lost", "ranks": [rank]})
+        message = {"request": "end", "rank": rank, "reason": reason}
+        request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)
 
     def _check_neighbour(self, rank: int) -> None:
         """Report a neighbour if it has ended. If the host vanished, only the timeout shows the loss."""
