@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import sysconfig
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -58,18 +57,29 @@ def logger_of(rank: int) -> "_RankLogger":
 
 class _RankLogger(logging.LoggerAdapter[logging.Logger]):
     def log(  # the methods of all levels call it
-        self, level: int, msg: object, *args: object, exc_info: Any = None, extra: Any = None, **_: object
+        self,
+        level: int,
+        msg: object,
+        *args: object,
+        exc_info: Any = None,
+        extra: Any = None,
+        **_: object,
     ) -> None:
         """Make a printable record with all attributes, and give it to the handlers.
 
         A handler or filter of the script that raises does not end the call of this rank, while other ranks wait.
+        ``extra["frame"]``: the place of the record in the code; the caller without one.
         """
-        if not self.isEnabledFor(level):
+        # dictConfig() and fileConfig() disable the loggers that exist, if not told otherwise. No script means this one.
+        is_disabled = LOGGER.disabled and level >= max(logging.WARNING, LOGGER.getEffectiveLevel())
+        if not (self.isEnabledFor(level) or is_disabled):
             return
         record = None
         try:
             path, line, function, _stack = LOGGER.findCaller(stacklevel=2)
             facts = {**dict.fromkeys(_FIELDS), **(self.extra or {}), **(extra or {})}
+            if frame := facts.pop("frame", None):
+                path, line, function = frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
             shown = tuple(item if isinstance(item, int | float) else printable_lines(str(item)) for item in args)
             info = sys.exc_info() if exc_info else None
             record = LOGGER.makeRecord(
@@ -78,7 +88,10 @@ class _RankLogger(logging.LoggerAdapter[logging.Logger]):
             if info:
                 # Formatters of logging take this text in place of their own.
                 record.exc_text = printable_lines(logging.Formatter().formatException(info))
-            LOGGER.handle(record)
+            if is_disabled:
+                _DEFAULT.write(record)
+            else:
+                LOGGER.handle(record)
         except Exception as error:  # noqa: BLE001 - of the script
             _show_unlogged(record, error)
 
@@ -110,28 +123,17 @@ def _log_items() -> list[str]:
 
 
 def warn(rank: int, text: str, section: str, *, is_everywhere: bool = False) -> None:
-    """Show a ``UserWarning`` at the line of the script that led here. If a filter makes it an error, log it instead.
+    """Log a warning, with the line of the script that led here, and the command that prints ``section`` of errors.md.
 
-    Its last line is the command that prints ``section`` of docs/errors.md, as in an error.
-    The log record has level WARNING. An error on a single rank would end a call, or a step, while the other ranks go
-    on. ``is_everywhere``: every rank has this text. Rank 0 shows it, and every rank with a configured log logs it.
-    ``LEGACY_DDP_LOG=json`` logs every warning.
+    Not by ``warnings.warn()``: a filter of the script would drop it, or make an error of it. The error would end a
+    call, or a step, while the other ranks go on. ``is_everywhere``: every rank has this text. Then rank 0 warns, and
+    the other ranks log it at level DEBUG.
     """
-    text = printable_lines(f"{text}\n{how_to_explain(section)}")
-    is_logged = (is_everywhere and is_configured()) or "json" in _log_items()
-    if is_logged:
-        _log_warning(rank, text)
-    if is_everywhere and rank != 0:
-        return
-    try:
-        warnings.warn(text, stacklevel=script_level())
-    except Exception:  # noqa: BLE001 - a filter made an error of it, or showwarning() of the script raised
-        if not is_logged:
-            _log_warning(rank, text)
-
-
-def _log_warning(rank: int, text: str) -> None:
-    logger_of(rank).warning("%s", text, extra={"event": "warning"})
+    level = logging.DEBUG if is_everywhere and rank != 0 else logging.WARNING
+    frame = next((frame for frame in outward(sys._getframe(1)) if not _is_inner(frame)), None)
+    line = f"\nat {_line_of(frame)}" if frame is not None else ""
+    text = f"{text}{line}\n{how_to_explain(section)}"
+    logger_of(rank).log(level, "%s", text, extra={"event": "warning", "frame": frame})
 
 
 def log_construction(rank: int, describe: Callable[[], str]) -> None:
@@ -174,8 +176,10 @@ class _DefaultHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if is_configured():  # a handler of the script writes the record
-            return
+        if not is_configured():  # otherwise a handler of the script writes the record
+            self.write(record)
+
+    def write(self, record: logging.LogRecord) -> None:
         try:
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()

@@ -1,7 +1,6 @@
 """A hint at the first evaluation with running statistics that every rank has updated on its own data."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -174,10 +173,9 @@ CASES = {**TOLD, **SILENT}
 def _all_cases(rank: int) -> dict[str, list[tuple[str, str]]]:
     said = {}
     for name, (case, build) in CASES.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            case(build())
-        said[name] = [(warning.filename, logged_warnings.text_of(warning)) for warning in caught]
+        case(build())
+        caught = logged_warnings.take_all()
+        said[name] = [(warning.filename, warning.text) for warning in caught]
     return said
 
 

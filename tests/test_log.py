@@ -95,18 +95,38 @@ def test_a_handler_that_gets_the_records_takes_the_place_of_the_lines(
         assert errors == expected
 
 
-def test_a_warning_of_all_ranks_is_shown_once_on_rank_0_and_not_in_the_default_lines(tmp_path: Path) -> None:
-    code = """
-        warn(0, "of all ranks", "Uneven work", is_everywhere=True)
-        warn(1, "of all ranks", "Uneven work", is_everywhere=True)
-        warnings.simplefilter("error")
-        warn(0, "made an error", "Uneven work")
-    """
-    (errors,) = _errors(tmp_path, code)
+_EVERYWHERE = """
+def tell(rank):
+    warn(rank, "of all ranks", "Uneven work", is_everywhere=True)
+for rank in range(3):
+    tell(rank)
+"""
 
-    assert errors.count("UserWarning: of all ranks") == 1
-    assert errors.count("of all ranks") == 2  # the text, and the line of the source
-    assert re.search(rf"(?m)^{_TIME} WARNING legacy_ddp rank 0: made an error$", errors), errors
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "",
+        'warnings.filterwarnings("ignore")',
+        'warnings.filterwarnings("error")',
+        'logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s rank %(rank)s: %(message)s")',
+        # disables every logger that exists, as its default is
+        'logger_of(0); import logging.config; logging.config.dictConfig({"version": 1, "root": {"handlers": []}})',
+    ],
+)
+def test_a_warning_of_all_ranks_is_one_record_of_rank_0_whatever_is_configured(setup: str, tmp_path: Path) -> None:
+    (errors,) = _errors(tmp_path, f"{setup}\n{_EVERYWHERE}")
+
+    place = re.escape("at script.py:") + r"\d+ in tell"
+    command = "meaning and next step: legacy-ddp explain Uneven work"
+    assert re.fullmatch(f"{_TIME} WARNING legacy_ddp rank 0: of all ranks\n{place}\n{command}\n", errors), errors
+
+
+def test_the_place_of_a_warning_is_the_line_of_the_script(tmp_path: Path) -> None:
+    setup = 'logging.basicConfig(format="%(filename)s %(funcName)s")'
+    (errors,) = _errors(tmp_path, f"{setup}\n{_EVERYWHERE}")
+
+    assert errors == "script.py tell\n"
 
 
 def test_the_default_lines_change_no_other_logger(tmp_path: Path) -> None:

@@ -1,23 +1,31 @@
-"""Warnings that the library logged because a filter makes errors of them, as the tests' filter does."""
+"""The warnings of the library: records of its logger with the event ``warning``."""
 
 import logging
-import warnings
+from typing import NamedTuple
 
 COMMAND = "meaning and next step: legacy-ddp explain "
 
 
+class Told(NamedTuple):
+    """A warning, and the file of the script in its record."""
+
+    text: str
+    filename: str
+
+
 class _Handler(logging.Handler):
-    """Keeps the texts of those warnings, and of no other record, without the command in their last line."""
+    """Keeps the texts of those warnings, and of no other record, without the line of the script and the command."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.texts: list[str] = []
+        self.told: list[Told] = []
         self.sections: list[str] = []  # that the commands name
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "event", None) == "warning":
             text, _, last = record.getMessage().rpartition("\n")
-            self.texts.append(text if last.startswith(COMMAND) else f"without a command: {record.getMessage()}")
+            text = without_line(text) if last.startswith(COMMAND) else f"without a command: {text}"
+            self.told.append(Told(text, record.pathname))
             self.sections.append(last.removeprefix(COMMAND))
 
 
@@ -30,9 +38,13 @@ def listen() -> None:
 
 
 def take() -> list[str]:
-    """The texts since the last call of this function."""
-    texts, _handler.texts = _handler.texts, []
-    return texts
+    """The texts since the last call of this function, or of :func:`take_all`."""
+    return [told.text for told in take_all()]
+
+
+def take_all() -> list[Told]:
+    told, _handler.told = _handler.told, []
+    return told
 
 
 def sections() -> list[str]:
@@ -41,9 +53,10 @@ def sections() -> list[str]:
     return found
 
 
-def text_of(warning: warnings.WarningMessage) -> str:
-    """The text of a warning that was not logged, without its command."""
-    return str(warning.message).partition(f"\n{COMMAND}")[0]
+def without_line(text: str) -> str:
+    """``text`` without its last line, ``at train.py:12 in main``."""
+    before, _, last = text.rpartition("\n")
+    return before if last.startswith("at ") else text
 
 
 def assert_nothing_left() -> None:

@@ -1,7 +1,6 @@
 """Micro-batches in the order of a tree: their sums, their memory, and the splits over ranks."""
 
 import gc
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -130,13 +129,12 @@ def _joined(rank: int) -> tuple[list[str], list[int]]:
     model = LegacyDistributedDataParallel(_model().module, reproducible=True)
     warned, leaves = [], []
     for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.zero_grad()
-            for _ in range(3):
-                _add(model, 1.0 + rank)
-            leaves.append(model.all_reduce(sample_size=1).rows[0].leaves)
-        warned += [logged_warnings.text_of(item) for item in caught]
+        model.zero_grad()
+        for _ in range(3):
+            _add(model, 1.0 + rank)
+        leaves.append(model.all_reduce(sample_size=1).rows[0].leaves)
+        caught = logged_warnings.take_all()
+        warned += [item.text for item in caught]
     return warned, leaves
 
 
