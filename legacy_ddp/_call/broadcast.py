@@ -11,13 +11,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._call.state import Synchronizer
 from legacy_ddp._call.transport_choice import Transport
 from legacy_ddp._log import check_variables
-from legacy_ddp._memory.layout import (
-    Named,
-    build_inventory,
-    check_dense,
-    distinct,
-    inventory_digest,
-)
+from legacy_ddp._memory.layout import Named, build_inventory, check_dense, distinct, inventory_digest
 from legacy_ddp._memory.plan import Plan, parameter_columns
 from legacy_ddp._ranks.agree import agree, announcing_failures
 from legacy_ddp._ranks.call import Call, check_can_communicate

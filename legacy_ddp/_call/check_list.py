@@ -17,33 +17,15 @@ from legacy_ddp._call.check import Check, LocalStep, Subject
 from legacy_ddp._call.edited import EditedGradients
 from legacy_ddp._call.nonfinite import LateNonFiniteGradients, NonFiniteGradients
 from legacy_ddp._call.replicas import BufferNames, Replicas
-from legacy_ddp._call.untrained import (
-    ClearedGradients,
-    ForgottenCall,
-    LocalStepsAlone,
-    UntrainedParameters,
-)
+from legacy_ddp._call.untrained import ClearedGradients, ForgottenCall, LocalStepsAlone, UntrainedParameters
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_late_rank, warn
 from legacy_ddp._memory.layout import Layout
-from legacy_ddp._ranks.agree import (
-    Agreement,
-    Mismatch,
-    Precedence,
-    compare_work,
-    desync_error,
-)
+from legacy_ddp._ranks.agree import Agreement, Mismatch, Precedence, compare_work, desync_error
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Flag, Header, Participation
 from legacy_ddp._ranks.private_groups import Groups
-from legacy_ddp._statistics import (
-    PARTS,
-    SUSPICIOUS_CALLS,
-    LateRankTrend,
-    SameDataDetector,
-    StepTimes,
-    comparable_norm,
-)
+from legacy_ddp._statistics import PARTS, SUSPICIOUS_CALLS, LateRankTrend, SameDataDetector, StepTimes, comparable_norm
 from legacy_ddp._steps.guard import guard_steps
 from legacy_ddp._steps.step_counter import StepCounter
 from legacy_ddp._text import compare_rows, name_ranks

@@ -25,21 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._call.reduce import (
-    SMALLEST_PIECE_BYTES,
-    Payload,
-    Reducer,
-    fill_missing,
-    split_divisor,
-)
-from legacy_ddp._memory.layout import (
-    Bucket,
-    Run,
-    as_real,
-    cut_runs,
-    sum_dtype,
-    wire_dtype,
-)
+from legacy_ddp._call.reduce import SMALLEST_PIECE_BYTES, Payload, Reducer, fill_missing, split_divisor
+from legacy_ddp._memory.layout import Bucket, Run, as_real, cut_runs, sum_dtype, wire_dtype
 from legacy_ddp._memory.segment import Segment, map_segment, no_memory_text
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import SegmentIds, decode_segments

@@ -25,12 +25,7 @@ from legacy_ddp._memory.plan import Plan
 from legacy_ddp._memory.segment import Segment
 from legacy_ddp._ranks.agree import Agreement
 from legacy_ddp._ranks.call import Call, check_can_communicate
-from legacy_ddp._ranks.header import (
-    Flag,
-    Header,
-    Participation,
-    encode_double,
-)
+from legacy_ddp._ranks.header import Flag, Header, Participation, encode_double
 from legacy_ddp._reproducible import Leaves
 from legacy_ddp._steps.backward_counter import BackwardCounter
 from legacy_ddp._steps.policy import check_complete

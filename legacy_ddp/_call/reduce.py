@@ -14,20 +14,8 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.pack import Packed
-from legacy_ddp._memory.flat_buffer import (
-    ABSENT,
-    DENSE,
-    SPARSE,
-    ZEROS,
-    FlatBuffer,
-)
-from legacy_ddp._memory.layout import (
-    Layout,
-    Run,
-    as_real,
-    cut_runs,
-    gradient_dtype,
-)
+from legacy_ddp._memory.flat_buffer import ABSENT, DENSE, SPARSE, ZEROS, FlatBuffer
+from legacy_ddp._memory.layout import Layout, Run, as_real, cut_runs, gradient_dtype
 from legacy_ddp._memory.plan import Plan
 from legacy_ddp._ranks.agree import Agreement, agree_on_kinds
 from legacy_ddp._ranks.call import Call

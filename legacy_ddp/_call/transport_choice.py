@@ -12,13 +12,7 @@ from legacy_ddp._call.check import Warnings
 from legacy_ddp._call.comm_hook import HookReducer
 from legacy_ddp._call.host_sum import BetweenHostsReducer, HostReducer, PeerMemory
 from legacy_ddp._call.pack import Packed, allocate_for_gloo
-from legacy_ddp._call.reduce import (
-    GroupReducer,
-    GroupTreeReducer,
-    Reducer,
-    Route,
-    SparseReducer,
-)
+from legacy_ddp._call.reduce import GroupReducer, GroupTreeReducer, Reducer, Route, SparseReducer
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
 from legacy_ddp._memory.layout import Layout

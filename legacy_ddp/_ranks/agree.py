@@ -16,26 +16,12 @@ from typing import Any
 
 import torch
 
-from legacy_ddp._errors import (
-    AgreedError,
-    DesyncError,
-    LayoutError,
-    LegacyDDPError,
-    PeerError,
-    add_explanation,
-)
+from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError, add_explanation
 from legacy_ddp._log import script_lines
 from legacy_ddp._memory.flat_buffer import ABSENT, DENSE
 from legacy_ddp._memory.layout import MODULE
 from legacy_ddp._ranks.call import Call
-from legacy_ddp._ranks.header import (
-    Flag,
-    Header,
-    Headers,
-    Operation,
-    Participation,
-    encode_header,
-)
+from legacy_ddp._ranks.header import Flag, Header, Headers, Operation, Participation, encode_header
 from legacy_ddp._ranks.tree_reduce import format_splits, is_aligned
 from legacy_ddp._steps.policy import closure_advice, closure_owner, local_work
 from legacy_ddp._text import Finding, compare_groups, compare_rows, error_text, group_ranks, list_some, name_ranks, wrap

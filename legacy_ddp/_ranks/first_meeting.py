@@ -23,12 +23,7 @@ from typing import Any
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import LegacyDDPError, PeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._ranks.star import Star, StarLostError
-from legacy_ddp._ranks.star_sockets import (
-    HostListener,
-    HubListener,
-    connect_hubs,
-    connect_on_host,
-)
+from legacy_ddp._ranks.star_sockets import HostListener, HubListener, connect_hubs, connect_on_host
 from legacy_ddp._text import name_ranks, system_error_text
 from legacy_ddp._watchdog.client import decode_endpoint
 from legacy_ddp._watchdog.process import boot_id
