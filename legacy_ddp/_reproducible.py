@@ -291,8 +291,7 @@ class Leaves:
     def block(self, plan: Callable[[], Plan], *, is_outermost: bool) -> Iterator[None]:
         """A no_sync() block. If it fails, the next call raises its error, on all ranks.
 
-        Raises:
-            LegacyDDPError: a block of another thread is open.
+        Raises a LegacyDDPError at once if a block of another thread is open.
         """
         if not is_outermost:
             self._check_thread()

@@ -98,11 +98,10 @@ def _broadcast(
 ) -> None:
     """Collective: give every rank the bits of the tensors of rank ``src``, of any dtype and strides.
 
-    Raises:
+    Raises, before anything is written:
         ValueError: ``src`` is not a rank of the group, or a tensor is not dense or has no memory of its own (PeerError
             if only on some ranks).
         LayoutError: ranks hold different tensors. DesyncError: ranks are in different calls or pass different ``src``.
-            Nothing is written in either case.
     """
     with torch.no_grad(), synchronizer.call(operation, group) as call:
         with announcing_failures(call):

@@ -59,8 +59,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row(Generic[T]):
-    """The numbers of a call."""
-
     number: int  # of the call, among the calls on which all ranks have agreed
     subject: T  # what the numbers are about
     parts: Sequence[Part]
@@ -126,8 +124,6 @@ class Ring(ABC, Generic[T]):
 
 @dataclass(frozen=True)
 class Subject:
-    """The parameters to check."""
-
     settings: Settings
     planner: Planner
     wrapper: nn.Module | None  # None for all_reduce_gradients()

@@ -90,7 +90,7 @@ class Route:
         """Collective: sum the packed gradients over the ranks and divide.
 
         Raises:
-            CommHookError: the hook's result cannot be a gradient; no gradient changed.
+            CommHookError: the result of the hook cannot be a gradient. No gradient changed.
             LostPeerError: a rank was lost. The content of the flat tensors is then undefined, as after an interrupt.
         """
         if agreement.divisor == 0:
@@ -210,7 +210,6 @@ def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, fl
 
 
 def _cut(call: Call, buffer: FlatBuffer, runs: Sequence[Run], buffer_size: int) -> list[Run]:
-    """The pieces, one for each collective."""
     piece = buffer_size
     # On gloo a bucket is cut in halves: the first half is divided while gloo sends the second.
     if call.groups.is_private(call.groups.payload(buffer.bucket.device)):

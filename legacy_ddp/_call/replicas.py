@@ -66,11 +66,8 @@ class BufferNames(Check):
             step.header.flags |= Flag.RENAMED
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """Collective only if the names of a rank have changed.
-
-        Raises:
-            LayoutError: ranks hold different buffers, with ``"detail"`` or ``divergence="raise"``.
-        """
+        """Collective only if the names of a rank have changed. A warning, or a LayoutError with ``"detail"`` or
+        ``divergence="raise"``."""
         if not (agreement.common_flags & Flag.NAMED and agreement.some_flags & Flag.RENAMED):
             return None
         with step.call.phase("agree"):

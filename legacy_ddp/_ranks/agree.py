@@ -97,7 +97,6 @@ class Agreement:
         return [rank for rank, flags in enumerate(self.headers.flags) if flags & flag]
 
     def column(self, name: str) -> list[int]:
-        """The fact ``name`` of every rank."""
         return self.headers.column(name)
 
 

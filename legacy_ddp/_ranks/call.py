@@ -191,11 +191,7 @@ class Call(Gatherer):
         return f"{self.full_name}:{text.removeprefix(head)}" if text.startswith(head) else text
 
     def prepare_watchdog(self) -> None:
-        """Make the watchdog in the first call on the group, unless checks are off.
-
-        Raises:
-            OSError: cannot open the report file or the socket.
-        """
+        """Make the watchdog in the first call on the group, unless checks are off. OSError: no file or socket."""
         if watchdog := self.groups.open_watchdog(self.checks):
             watchdog.begin(self.full_name, warns=self.warns)
 
@@ -261,7 +257,6 @@ class Call(Gatherer):
         return internals.profiler_range("legacy_ddp", self.operation.label, self.phase_name, what)
 
     def await_notice(self, notice: Callable[[], Any]) -> None:
-        """Wait for the work of ``notice()`` on the user's own group, if any."""
         with self.phase("join"):
             if (work := notice()) is not None:
                 self.wait_until_deadline(work)

@@ -237,5 +237,4 @@ def encode_double(number: float) -> int:
 
 
 def decode_double(bits: int) -> float:
-    """Inverse of :func:`encode_double`."""
     return float(_DOUBLE.unpack(_WORD.pack(bits))[0])

@@ -236,7 +236,6 @@ class Groups:
         return None if device is None else self._count_issued(device) - self._issued_before
 
     def note_issued(self) -> None:
-        """At the end of a call: count the collectives of the script from now on."""
         if (device := self.counting_device) is not None:
             self._issued_before = self._count_issued(device)
 

@@ -76,8 +76,11 @@ class Star:
     another host. ``host``, ``hubs``: the connections to the ranks below, by rank, on this host and on other hosts.
 
     Collective on the host: :meth:`barrier` and :meth:`share_descriptors`. Collective on the group: :meth:`introduce`,
-    :meth:`exchange`, :meth:`collect` and :meth:`combine`. They call ``on_slice`` after every slice of a wait; it may
-    raise.
+    :meth:`exchange`, :meth:`collect` and :meth:`combine`. They call ``on_slice`` after every slice of a wait.
+
+    These methods and :meth:`look` raise:
+        StarLostError: a connection broke, or a rank tells of a lost rank. StarTimeoutError: a rank gave up its wait.
+        Exception: any error of ``on_slice``.
     """
 
     def __init__(
@@ -111,11 +114,7 @@ class Star:
                 poll.register(connection, select.POLLIN)
 
     def introduce(self, card: Mapping[str, Any], on_slice: OnSlice) -> list[Any]:
-        """The cards of all ranks, JSON values in rank order. The first message between the ranks.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
-        """
+        """The cards of all ranks, JSON values in rank order. The first message between the ranks."""
         parts = {self.rank: [(self.rank, card)]}
         for child in self._children:
             parts[child] = json.loads(self._receive_sized(child, on_slice))
@@ -139,10 +138,6 @@ class Star:
 
         ``columns``: of this rank, as many and as long on every rank. Put bytes that are equal on all ranks in most
         calls into one column, which can be compared all at once.
-
-        Raises:
-            StarLostError: a connection broke. StarTimeoutError: a rank gave up its wait.
-            Exception: raised by ``on_slice``.
         """
         widths = tuple(map(len, columns))
         exchange = self._exchanges.get(widths)
@@ -169,11 +164,7 @@ class Star:
         return _Exchange(sizes, width * len(self.ranks), join, sort, _places(len(self.ranks) * each for each in widths))
 
     def collect(self, own: bytes, sizes: Sequence[int], on_slice: OnSlice) -> list[bytes]:
-        """The bytes of every rank, by rank. ``sizes``: their sizes by rank, known to all ranks.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
-        """
+        """The bytes of every rank, by rank. ``sizes``: their sizes by rank, known to all ranks."""
 
         def sort(parts: bytes) -> bytes:
             return b"".join(self._sorted(_cut(parts, [sizes[rank] for rank in self._order])))
@@ -184,9 +175,6 @@ class Star:
     def combine(self, own: bytes, merge: Merge, on_slice: OnSlice) -> bytes:
         """The bytes of all ranks, merged. ``merge`` gets bytes of ranks and results of ``merge``, all of one size, and
         returns as many bytes.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
         """
         sizes = dict.fromkeys(self._children, len(own))
         return self._meet(own, sizes, len(own), merge, lambda result: result, on_slice)
@@ -218,11 +206,7 @@ class Star:
         return [by_rank[rank] for rank in self.ranks]
 
     def barrier(self, on_slice: OnSlice) -> None:
-        """Return when every rank of the host has arrived.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
-        """
+        """Return when every rank of the host has arrived."""
         if self._hub is not None:
             self._send_piece(self._hub, _HEAD.pack(_BARRIER, 0), on_slice)
             self._receive(self._hub, _BARRIER, 0, on_slice)
@@ -236,9 +220,6 @@ class Star:
 
         ``own``: of this rank. ``counts``: the number of descriptors of each rank of the host, known to all ranks. If
         the limit of open files is reached, or the kernel refuses, descriptors are missing in the result.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
         """
         found = Descriptors()
         try:
@@ -255,11 +236,7 @@ class Star:
         return found
 
     def look(self) -> None:
-        """Raise the error for a notice that has arrived. Does not wait. To be called in waits for something else.
-
-        Raises:
-            StarLostError: a rank tells of a lost rank. StarTimeoutError: a rank gave up its wait.
-        """
+        """Raise the error for a notice that has arrived. Does not wait. To be called in waits for something else."""
         for descriptor, _ in self._poll.poll(0):
             rank = self._by_descriptor[descriptor]
             if (head := _waiting_head(self._connections[rank], socket.MSG_PEEK))[:1] in _NOTICES:

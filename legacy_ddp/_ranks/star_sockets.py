@@ -163,7 +163,6 @@ class HubListener:
 
 
 def connect_hubs(endpoint: Endpoint, rank: int, seconds: float) -> socket.socket:
-    """Connect this rank to the hub at ``endpoint``."""
     connection = connect(endpoint, own_identity(), seconds)
     set_options(connection)
     connection.sendall(_hello(rank, endpoint.token))
