@@ -33,7 +33,7 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._steps.backward_counter import BackwardCounter
 from legacy_ddp._torch import device as devices
 
-RING_SIZE = 8  # incomplete rows: before it adds another, the host waits
+RING_SIZE = 8  # with so many incomplete rows the host waits before it adds another
 _serials = count(1)  # of parts
 
 
