@@ -1,7 +1,7 @@
-"""Settings from environment variables: for a run without a change of the script.
+"""Settings from environment variables, for a run without a change of the script.
 
-``LEGACY_DDP_CHECKS`` has a level, fields of :class:`Checks` and ``timeout_seconds``, ``LEGACY_DDP_TRANSPORT`` a
-transport. Both are read when a wrapper is constructed, and override the arguments of the script.
+``LEGACY_DDP_CHECKS`` has a level, fields of :class:`Checks` and ``timeout_seconds``; ``LEGACY_DDP_TRANSPORT`` has a
+transport. Both override the arguments of the script.
 """
 
 import os
@@ -21,20 +21,17 @@ from legacy_ddp._check_settings import (
 from legacy_ddp._settings import TRANSPORT_VARIABLE, TRANSPORTS, Transport
 
 _TIMEOUT = "timeout_seconds"
-_NAMES_SEPARATOR = ":"
 
 
 def resolve_checks(checks: Level | Checks) -> Checks:
-    """The checks of the caller, with the level and the fields in ``LEGACY_DDP_CHECKS``.
-
-    Only the settings of the environment must have an effect at its level.
-    """
+    """The checks of the caller, with the level and the fields in ``LEGACY_DDP_CHECKS``."""
     asked = as_checks(checks)
     given = {name: value for name, value in _given().items() if name != _TIMEOUT}
     if not given:
         return asked
     try:
         found = replace(asked, **given)  # the constructor checks the values
+        # The settings of the environment alone: its level may make settings of the script ineffective.
         refuse_without_effect(Checks(**{**given, "level": found.level}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"environment variable {CHECKS_VARIABLE}: {error}") from error
@@ -42,7 +39,7 @@ def resolve_checks(checks: Level | Checks) -> Checks:
 
 
 def resolve_timeout(seconds: float | None) -> float | None:
-    """The limit of a wait: ``timeout_seconds`` in ``LEGACY_DDP_CHECKS``, else of the caller."""
+    """``timeout_seconds`` of ``LEGACY_DDP_CHECKS``, else of the caller."""
     chosen = _given().get(_TIMEOUT, seconds)
     if chosen is not seconds and not is_duration(chosen):
         raise ValueError(
@@ -53,7 +50,7 @@ def resolve_timeout(seconds: float | None) -> float | None:
 
 
 def resolve_transport(transport: Transport) -> Transport:
-    """The transport to use: of the environment if ``LEGACY_DDP_TRANSPORT`` is set, else of the caller."""
+    """The transport in ``LEGACY_DDP_TRANSPORT``, else of the caller."""
     chosen = os.environ.get(TRANSPORT_VARIABLE)
     if chosen and chosen not in TRANSPORTS:
         raise ValueError(f"environment variable {TRANSPORT_VARIABLE}: got {chosen!r}, expected one of {TRANSPORTS}")
@@ -61,7 +58,6 @@ def resolve_transport(transport: Transport) -> Transport:
 
 
 def _given() -> dict[str, Any]:
-    """The settings in ``LEGACY_DDP_CHECKS`` by name."""
     given: dict[str, Any] = {}
     for item in filter(None, map(str.strip, os.environ.get(CHECKS_VARIABLE, "").split(","))):
         name, is_named, text = map(str.strip, item.partition("="))
@@ -79,22 +75,20 @@ def _given() -> dict[str, Any]:
 
 
 def _read_as(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A reader that leaves a text which is no value of ``kind`` as it is, for the error about the value."""
-
     def read(text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            return text
+            return text  # the constructor refuses it
 
     return read
 
 
 def _read_names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(_NAMES_SEPARATOR)))
+    return tuple(filter(None, text.split(":")))
 
 
-# Every field of Checks but the scaler, an object of the script.
+# Every field of Checks except the scaler, an object of the script.
 _READERS: dict[str, Callable[[str], Any]] = {
     **{item.name: str for item in fields(Checks) if item.name != "grad_scaler"},
     "every": _read_as(int),
