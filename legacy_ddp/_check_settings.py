@@ -202,7 +202,7 @@ def _allowed_values() -> dict[str, tuple[str, ...]]:
 
 
 def as_checks(checks: Level | Checks) -> Checks:
-    """:class:`Checks` with this level, or these checks. TypeError, ValueError: unusable, or without effect."""
+    """The given checks, or those with the given level. TypeError or ValueError if unusable or without effect."""
     if not isinstance(checks, str | Checks):
         raise TypeError(f"checks is of the wrong type: got {type(checks).__name__}, expected a level (str) or Checks")
     asked = Checks(level=checks) if isinstance(checks, str) else checks
@@ -211,10 +211,8 @@ def as_checks(checks: Level | Checks) -> Checks:
 
 
 def refuse_without_effect(checks: Checks) -> None:
-    """Raise ValueError for a setting that has no effect at the level of ``checks``.
-
-    Not in the constructor: a level from the environment may make any setting of the script ineffective.
-    """
+    """ValueError for a setting that has no effect at the level of ``checks``."""
+    # Not in the constructor of Checks: with a level from the environment, settings of the script may have no effect.
     for name in ("nonfinite", "divergence", "edited") if checks.level == "off" else ():
         if (reaction := getattr(checks, name)) in ("raise", "skip"):
             raise ValueError(
@@ -233,8 +231,7 @@ def refuse_without_effect(checks: Checks) -> None:
 
 
 def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    """``names`` as a tuple; TypeError, with the name of the ``argument``, for a single string or an item of another
-    type."""
+    """``names`` as a tuple; TypeError for a single string or for an item that is no string."""
     if isinstance(names, str):
         raise TypeError(
             f"{argument} is of the wrong type: got the string {names!r}, expected several names; write [{names!r}]"

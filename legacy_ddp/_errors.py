@@ -177,10 +177,9 @@ class ArgumentErrors(ContextDecorator):
 
 
 def add_explanation(error: BaseException) -> None:
-    """Add the command that explains it to a TypeError or ValueError of the library, and make its text printable.
+    """Add the command that explains it to a TypeError or ValueError, and make its text printable.
 
-    Both are classes of Python, without a note of their own. Errors raised by other code (a module, a hook) stay as they
-    are.
+    Only if the library raised the error, and not other code such as a module or a hook.
     """
     if not isinstance(error, TypeError | ValueError) or not _is_of_library(error.__traceback__):
         return
@@ -191,7 +190,8 @@ def add_explanation(error: BaseException) -> None:
 
 
 def _is_of_library(trace: TracebackType | None) -> bool:
-    return all(frame.f_code.co_filename.startswith(_LIBRARY) for frame, _ in list(traceback.walk_tb(trace))[-1:])
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    return not frames or frames[-1].f_code.co_filename.startswith(_LIBRARY)
 
 
 argument_errors = ArgumentErrors()

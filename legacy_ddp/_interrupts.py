@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from types import FrameType
 from typing import Generic, Protocol, TypeVar
@@ -36,8 +36,7 @@ def undone_by(undo: Callable[[], object]) -> Iterator[None]:
 class Owned(Protocol):
     """An object that holds something for the function that called its ``__enter__``, until ``__exit__``.
 
-    ``thread``, ``frame``: of that function. ``__exit__`` sets ``frame`` to None, which would keep the variables of the
-    function alive.
+    ``thread``, ``frame``: of that function. ``__exit__`` sets ``frame`` to None: a frame keeps its variables alive.
     """
 
     thread: int
@@ -45,8 +44,8 @@ class Owned(Protocol):
 
 
 def has_left(owned: Owned) -> bool:
-    """Whether the function returned or raised without ``__exit__``: an exception may come directly after ``__enter__``,
-    or at the beginning of ``__exit__``."""
+    """Whether the function has ended: perhaps by an exception between ``__enter__`` and the block, or at the beginning
+    of ``__exit__``."""
     frame = sys._current_frames().get(owned.thread)
     while frame is not None and frame is not owned.frame:
         frame = frame.f_back
@@ -122,11 +121,7 @@ def _run_all() -> None:
             function()
     except BaseException as error:  # noqa: BLE001 - Python would print it, and the child would go on
         try:
-            _write(f"legacy_ddp: process {os.getpid()}, forked from process {os.getppid()}, ends here: {error}")
+            text = f"legacy_ddp: process {os.getpid()}, forked from process {os.getppid()}, ends here: {error}"
+            os.write(2, "".join(f"{line}\n" for line in wrap(text)).encode())
         finally:
             os._exit(1)
-
-
-def _write(text: str) -> None:
-    with suppress(OSError):
-        os.write(2, "".join(f"{line}\n" for line in wrap(text)).encode())

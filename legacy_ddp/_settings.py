@@ -1,4 +1,4 @@
-"""Arguments of the constructor, checked once; and what to do in place of an argument or attribute without effect."""
+"""Arguments of the constructor; and advice in place of arguments and attributes that would have no effect."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -41,11 +41,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class CommHook:
-    """``function(state, bucket)`` starts the communication and returns a Future of the bucket's mean over the ranks.
-
-    Raises:
-        TypeError: ``function`` is not callable.
-    """
+    """``function(state, bucket)`` starts the communication and returns a Future of the bucket's mean over the ranks."""
 
     state: Any
     function: Callable[[Any, Any], Any]
@@ -64,12 +60,9 @@ class CommHook:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of a wrapper. A copy of the wrapper has all of them but ``comm_hook``, whose state is not shared.
+    """The arguments of a wrapper; TypeError or ValueError for an unusable value.
 
-    ``by_environment``: only environment variables can set them, for :func:`all_reduce_gradients`.
-
-    Raises:
-        TypeError, ValueError: an unusable value; the text names the argument.
+    ``by_environment``: true for :func:`all_reduce_gradients`, where only environment variables can set them.
     """
 
     buffer_size: int = 2**28
@@ -116,11 +109,7 @@ class Settings:
 
     @argument_errors
     def with_hook(self, hook: CommHook) -> "Settings":
-        """These settings with a communication hook.
-
-        Raises:
-            ValueError: a hook is registered already, or an argument excludes hooks.
-        """
+        """ValueError if there is a hook already, or if an argument excludes hooks."""
         if self.comm_hook is not None:
             raise ValueError(
                 f"a communication hook is registered already: got {hook} after {self.comm_hook}, expected one; "
@@ -129,19 +118,15 @@ class Settings:
         return replace(self, comm_hook=hook)
 
     def how_to_check(self, setting: str) -> str:
-        """How the user passes ``setting`` of the checks: ``Checks(uneven=...)`` or ``LEGACY_DDP_CHECKS=uneven=...``."""
+        """``Checks(uneven=...)``, or ``LEGACY_DDP_CHECKS=uneven=...`` if only the environment can set it."""
         return f"{CHECKS_VARIABLE}={setting.replace(chr(34), '')}" if self.by_environment else f"Checks({setting})"
 
     def how_to_carry(self, transport: Transport) -> str:
-        """How the user chooses the transport."""
         return f"set {TRANSPORT_VARIABLE}={transport}" if self.by_environment else f'pass transport="{transport}"'
 
     @property
     def shared(self) -> dict[str, str]:
-        """The settings that must be equal on all ranks, as text.
-
-        A reaction on some ranks only is harmless if it is a warning.
-        """
+        """The settings that must be equal on all ranks, as text. Warnings on some ranks only do no harm."""
         nonfinite = self.checks.nonfinite_policy
         return {
             "buffer_size": str(self.buffer_size),
@@ -165,20 +150,12 @@ def _check_choice(name: str, value: object, allowed: Collection[str]) -> None:
 
 
 def names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
-    """The names in ``ignore``, and the names in torch DDP's list of ``module``.
-
-    Raises:
-        TypeError: as :func:`as_names`.
-    """
+    """The names in ``ignore``, and the names in torch DDP's list of ``module``. TypeError as :func:`as_names`."""
     return frozenset(as_names(ignore, "ignore")) | frozenset(getattr(module, _TORCH_DDP_IGNORE, ()))
 
 
 def check_ignored(module: nn.Module, ignore: Collection[str]) -> None:
-    """Refuse names without a parameter or buffer in ``module``, except in torch DDP's own list.
-
-    Raises:
-        ValueError: with the unknown names.
-    """
+    """ValueError for names that are neither in ``module`` nor in torch DDP's own list."""
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     unknown = sorted(set(ignore) - known - set(getattr(module, _TORCH_DDP_IGNORE, ())))
@@ -217,17 +194,16 @@ INSTEAD = {
 }
 _OF_TORCH = frozenset(inspect.signature(DistributedDataParallel).parameters)
 _REDUCER = "leave it out: there is no reducer with hooks in backward; the record of all_reduce() describes a call"
-# Attributes of fairseq's class that are neither here nor settings.
-_OF_FAIRSEQ = {
+# Assignments of scripts. Not here: ``device`` and ``logger`` of torch DDP, which scripts also use for attributes of
+# their own.
+ATTRIBUTES_INSTEAD = {
+    **{name: advice for name, advice in INSTEAD.items() if name not in ("check_reduction", "param_to_hook_all_reduce")},
+    # Attributes of fairseq's class.
     "buffer": "leave it out: the wrapper makes its flat tensors itself",
     "need_reduction": "leave it out: every call of all_reduce() outside of no_sync() reduces",
     "per_device_params": "leave it out: the first call after a change of the parameters groups them again",
-}
-# Assignments of scripts. Not here: ``device`` and ``logger`` of torch DDP, which are also names of scripts' own things.
-ATTRIBUTES_INSTEAD = {
-    **{name: advice for name, advice in INSTEAD.items() if name not in ("check_reduction", "param_to_hook_all_reduce")},
+    # Attributes of torch DDP.
     "_ddp_sink_clone": _REDUCER,
-    **_OF_FAIRSEQ,
     "_delay_all_reduce_all_params": _LATER,
     "_delay_all_reduce_params": _LATER,
     "_use_python_reducer": _REDUCER,
@@ -252,12 +228,9 @@ ATTRIBUTES_INSTEAD = {
 
 
 def refuse_attribute(target: type, name: str) -> None:
-    """Refuse an assignment that would do nothing: to an attribute that only torch DDP has, or to a setting.
+    """AttributeError for an assignment that would do nothing: to an attribute of torch DDP or fairseq, or to a setting.
 
-    A subclass may have an attribute of that name in its class. A property without a setter may be read.
-
-    Raises:
-        AttributeError: with Python's text for a missing attribute, and the alternative.
+    An attribute of a subclass may have such a name.
     """
     if name not in ATTRIBUTES_INSTEAD:
         return
@@ -275,12 +248,8 @@ def refuse_attribute(target: type, name: str) -> None:
 def in_their_places(
     world_size: int | Group | None, process_group: Group | int | None, buffer_size: int
 ) -> tuple[int | None, Group | None, int]:
-    """``world_size``, ``process_group`` and ``buffer_size``, if they may have come in the places of fairseq's newer
-    class, which has no ``world_size``: ``(module, process_group, buffer_size)``.
-
-    Raises:
-        TypeError: two groups, or two sizes of a buffer.
-    """
+    """``world_size``, ``process_group`` and ``buffer_size``, also from a call ``(module, process_group, buffer_size)``:
+    fairseq's newer class has no ``world_size``. TypeError for two groups, or two sizes of a buffer."""
     if not isinstance(world_size, Group):
         return world_size, process_group, buffer_size  # type: ignore[return-value]  # another type is refused later
     if process_group is None:
@@ -296,11 +265,7 @@ def in_their_places(
 def refuse_unknown(
     target: type, given: Iterable[str], *signatures: Callable[..., Any], instead: Mapping[str, str] = INSTEAD
 ) -> None:
-    """Refuse names in ``given`` without a parameter in the ``signatures`` of ``target``.
-
-    Raises:
-        TypeError: with all unknown names, and the alternative to each.
-    """
+    """TypeError, with advice, for names in ``given`` without a parameter in the ``signatures`` of ``target``."""
     parameters = [parameter for taken in signatures for parameter in inspect.signature(taken).parameters.values()]
     known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD} - {"self"}
     problems = []
