@@ -38,16 +38,12 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
 
 def generator_state(device: torch.device) -> torch.Tensor:
     """The state of the default generator of a device, as a tensor of bytes on the CPU."""
-    state: torch.Tensor = _module_of(device).get_rng_state(*_as_arguments(device))
+    state: torch.Tensor = _module_of(device).get_rng_state(device)
     return state
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    _module_of(device).set_rng_state(state, *_as_arguments(device))
-
-
-def _as_arguments(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # MPS has one device, and its functions take none
+    _module_of(device).set_rng_state(state, device)
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
@@ -103,7 +99,7 @@ def synchronize(device: torch.device) -> None:
     if synchronize is None:  # of a backend of another project: reading a value waits, too
         torch.zeros(1, device=device).item()
     else:
-        synchronize(*_as_arguments(device))
+        synchronize(*(() if device.type == "mps" else (device,)))  # MPS has one device, and its function takes none
 
 
 @cache
