@@ -1,13 +1,13 @@
 """Gradients with NaN or infinity: found before any gradient is exchanged, or on a device some calls later.
 
-Runs unless ``Checks(nonfinite="ignore")``. While every gradient is finite, the cost is a look at the headers. Otherwise
-the ranks exchange details, a few hundred bytes per rank.
+While every gradient is finite, the check costs a look at the headers. Otherwise the ranks exchange details, a few
+hundred bytes per rank. ``Checks(nonfinite="ignore")`` turns the check off.
 
-``Checks(nonfinite="warn")`` must not stop the host for a device. In every call the device finds out which gradients
-have NaN or infinity, and copies the answer to the host (:class:`Ring`). The header of a call carries the number of the
-newest complete row of a rank, and a bit for each of its last rows: whether it has a non-finite gradient. All ranks
-judge the rows up to the lowest of these numbers. Rows that no later call has judged are judged in check_replicas() and
-broadcast_parameters(), with a wait, or told by each rank as its process ends.
+With ``Checks(nonfinite="warn")`` the host must not wait for a device. In every call the device finds out which
+gradients have NaN or infinity, and copies the answer to the host (:class:`Ring`). The header of a call carries the
+number of the newest complete row of a rank, and a bit for each of its last rows: whether it has a non-finite gradient.
+All ranks judge the rows up to the lowest of these numbers. Rows that no later call has judged are judged in
+check_replicas() and broadcast_parameters(), where the host waits. At the end of a process, its rank reports the rest.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Replicas that differ between ranks: an error, or a warning, before any gradient moves.
 
-On a device the digests in turns are told some calls later, because the host does not wait (:class:`Ring`). The header
+On a device the digests in turns are told some calls later, because the host does not wait (``late_rows``). The header
 of a call carries the newest complete row of a rank, and the digest of one row, the same on all ranks: the next row that
 was complete on all ranks in the call before. So every row is compared once, in order, two calls after its own at the
 earliest.
