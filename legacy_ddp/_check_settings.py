@@ -164,23 +164,28 @@ class Checks:
 
     @cached_property
     def guards_steps(self) -> bool:
+        """Whether a step without the call is an error."""
         return self.level != "off" and self.unsynchronized_step == "raise"
 
     @cached_property
     def nonfinite_policy(self) -> Nonfinite:
+        """The reaction to a non-finite gradient."""
         # The environment may set "off" beside "skip". Without the skips the training would get other weights.
         return self.nonfinite if self.level != "off" or self.nonfinite == "skip" else "ignore"
 
     @cached_property
     def edited_policy(self) -> Edited:
+        """The reaction to gradients that were changed before the call."""
         return self.edited if self.level != "off" else "allow"
 
     @cached_property
     def warns_of_same_data(self) -> bool:
+        """Whether to warn of ranks with seemingly the same data."""
         return self.level != "off" and self.same_data == "warn"
 
     @cached_property
     def counts_steps(self) -> bool:
+        """Whether every call compares the numbers of optimizer steps."""
         # "detail" compares the steps themselves if it compares replicas in every call.
         return self.guards_steps and (self.level == "info" or self.every > 1)
 

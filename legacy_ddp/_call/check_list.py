@@ -1,6 +1,6 @@
 """The list of the checks of a call, and the shorter checks.
 
-``edited``, ``nonfinite``, ``replicas`` and ``untrained`` have the longer checks.
+``edited``, ``nonfinite``, ``late_nonfinite``, ``replicas`` and ``untrained`` have the longer checks.
 """
 
 import logging
