@@ -27,7 +27,7 @@ from legacy_ddp._statistics import NoiseScale
 
 check_system()
 
-# These modules import torch. The command legacy-ddp imports this package, and needs torch for no trace.
+# These modules import torch. The command legacy-ddp imports this package, and reads traces without torch.
 if TYPE_CHECKING:
     from legacy_ddp import data as data  # attributes, and no part of __all__
     from legacy_ddp import debug as debug

@@ -1,4 +1,4 @@
-"""The checks of every call: :class:`Checks`."""
+"""Settings of the checks of a call: :class:`Checks`."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints,
 from legacy_ddp._errors import argument_errors
 
 CHECKS_VARIABLE = "LEGACY_DDP_CHECKS"
-LONGEST_SECONDS = 1e9  # seconds; far beyond it timedelta and the transport overflow
-# The values of a setting, in one place: for type checkers, and for the check of the arguments.
+LONGEST_SECONDS = 1e9  # far beyond it timedelta and the transport overflow
+# For type checkers and for the check of the arguments.
 Level = Literal["off", "info", "detail"]
 Uneven = Literal["warn", "raise", "allow"]
 UnsynchronizedStep = Literal["raise", "allow"]
@@ -22,13 +22,11 @@ Edited = Literal["warn", "raise", "allow"]
 
 @runtime_checkable
 class LossScaler(Protocol):
-    """The used methods of ``torch.amp.GradScaler``."""
+    """The methods of ``torch.amp.GradScaler`` that the checks use."""
 
-    def is_enabled(self) -> bool:
-        """Whether the scaler scales."""
+    def is_enabled(self) -> bool: ...
 
-    def get_scale(self) -> float:
-        """The factor on the loss."""
+    def get_scale(self) -> float: ...
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,68 +36,68 @@ class Checks:
     A warning is never raised: if a filter turns warnings into errors (``-W error``), the warning goes to the logger
     ``legacy_ddp``, because an exception on a single rank would leave the other ranks waiting.
 
-    A setting without effect at its level is a ValueError of the wrapper: ``"raise"`` for ``nonfinite``, ``divergence``
-    or ``edited`` and ``nonfinite="skip"`` at level ``"off"``, ``every`` above 1 at another level than ``"detail"``,
-    ``divergence="ignore"`` at level ``"detail"``. A level from the environment is no error beside any setting, and
-    ``"off"`` from there keeps ``nonfinite="skip"``, which changes the weights of a training.
+    The wrapper refuses a setting without effect at its level, with a ValueError: at level ``"off"`` the reactions
+    ``"raise"`` and ``"skip"`` of ``nonfinite``, ``divergence`` and ``edited``; at level ``"detail"``
+    ``divergence="ignore"``; at other levels ``every`` above 1. A level from the environment refuses no setting, and
+    ``"off"`` from there keeps ``nonfinite="skip"``: without it the training would get other weights.
 
     ``LEGACY_DDP_CHECKS=detail,warn_after_seconds=10`` in the environment overrides a level and fields.
 
     Args:
-        level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
+        level: ``"off"``: the header alone, as at every level. ``"info"``: also, on CPU, a row of values per rank
             (norm of the local gradient, finite or not). ``"detail"``: also fingerprints of parameters, buffers and
-            gradients in every call, so that diverged replicas are a ReplicaDivergenceError in the next call; for
+            gradients in every call. After replicas diverged, the next call raises a ReplicaDivergenceError. Only for
             wrappers, not for :func:`all_reduce_gradients`.
-        every: with ``"detail"`` compare replicas in call 1, every + 1, 2 every + 1 and so on, and nothing in the calls
-            between. Above 1 the report names the calls between which replicas parted, not the phase, and gradients are
-            not compared; the numbers of steps are, as at level ``"info"``. Must be equal on all ranks.
+        every: with ``"detail"``, only the calls 1, every + 1, 2 every + 1 and so on compare replicas. Above 1 the
+            report names the calls between which replicas diverged, but not the phase. Gradients are not compared; the
+            numbers of steps are, as at level ``"info"``. Must be equal on all ranks.
         uneven: the reaction to different numbers of micro-batches per rank: ``"warn"`` once a run, on rank 0 (not with
             ``sample_size``, where every item counts the same); ``"raise"`` a DesyncError on every rank, in any call;
-            ``"allow"``. Micro-batches of a step in ``no_sync()`` do not count, if ``unsynchronized_step`` is
-            ``"raise"``.
+            ``"allow"``. With ``unsynchronized_step="raise"``, micro-batches of a step in ``no_sync()`` do not count.
         unsynchronized_step: the reaction if an optimizer's ``step()`` would use gradients that were not reduced since
             the last backward: ``"raise"`` an UnsynchronizedStepError before anything changes, at every level but
             ``"off"``; ``"allow"``. Inside ``no_sync()`` a step is allowed. With ``"raise"``, level ``"info"`` also
             counts the steps between two calls: different numbers are a DesyncError on every rank.
         nonfinite: the reaction if the local gradient of a participating rank holds NaN or infinity: ``"warn"`` in the
-            first call of a streak, on rank 0 and in the log of every rank, and go on; ``"raise"`` a
-            NonFiniteGradientError on every rank, naming ranks and parameters, before gradients are exchanged;
-            ``"skip"``: all ranks skip the step together, which is told as with ``"warn"``: nothing is exchanged, every
-            ``.grad`` is None and ``record.skipped`` is True; BatchNorm statistics have seen the bad batch already, and
-            an infinity that arises in the sum itself is not seen; ``"ignore"``. ``"raise"`` and ``"skip"`` must be
-            equal on all ranks; no rank warns if a rank has ``"ignore"`` or is ``"off"``. On a device
-            ``"warn"`` tells some calls later, without a wait; ``"raise"`` and ``"skip"`` wait for the device.
+            first call of a streak, on rank 0 and in the log of every rank; ``"raise"`` a NonFiniteGradientError on
+            every rank, with ranks and parameters, before gradients are exchanged; ``"ignore"``. With ``"skip"`` all
+            ranks skip this step and warn as with ``"warn"``: nothing is exchanged, every ``.grad`` is None and
+            ``record.skipped`` is True. BatchNorm statistics already include the bad batch, and an infinity that arises
+            in the sum itself is not found. ``"raise"`` and ``"skip"`` must be equal on all ranks. No rank warns if one
+            has ``"ignore"`` or level ``"off"``. On a device ``"warn"`` warns some calls later, without a wait;
+            ``"raise"`` and ``"skip"`` wait for the device.
         grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss, or an object with its methods
-            ``is_enabled()`` and ``get_scale()``; None: with ``nonfinite="warn"`` a scaler
-            that has scaled a loss in this process. While the scaler is enabled on every rank, with a scale above 1, a
-            non-finite gradient counts as its overflow: no error and no warning, and its ``step()`` skips on all ranks,
-            because all ranks get the infinity. With ``nonfinite="skip"`` pass it on all ranks, or on none: then, too,
-            its ``step()`` skips. A NaN of another origin is therefore reported after the scale has come
-            down to 1 (16 skipped steps from the default). A deep copy shares the scaler, a pickle leaves it out.
+            ``is_enabled()`` and ``get_scale()``; None: with ``nonfinite="warn"`` a scaler that has scaled a loss in
+            this process. While the scaler is enabled on every rank, with a scale above 1, a non-finite gradient counts
+            as its overflow: there is no error and no warning, and its ``step()`` skips on all ranks, because all ranks
+            get the infinity. A NaN of another origin is therefore reported only when the scale is down to 1 (16 skipped
+            steps from the default). With ``nonfinite="skip"`` pass the scaler on all ranks or on none: in both cases
+            its ``step()`` skips. A deep copy shares the scaler, a pickle leaves it out.
         same_data: the reaction if ranks had local gradients of equal norm, to the last bit, in 10 calls in a row, each
             after a backward: ``"warn"`` once a run, on rank 0, but not at level ``"off"``; ``"allow"``, for instance
             for gradients normalised before the call.
-        divergence: the reaction of level ``"info"`` if replicas hold different bits, found within 16 calls for every
-            parameter, on a device some calls later: ``"warn"`` once for a streak of calls, with the report of all
-            ranks, on rank 0 and in the log of every rank, and again for other tensors or ranks, at most 5 times in a
-            streak; ``"raise"`` a ReplicaDivergenceError on every rank; ``"ignore"``, for instance for weights that
-            differ on purpose. Must be equal on all ranks. ``"detail"`` always raises, in the next call. The same holds
-            for buffers that some ranks alone hold, saved or not: found in the next call, and a LayoutError if raised.
+        divergence: the reaction of level ``"info"`` if replicas hold different bits. Every parameter is compared within
+            16 calls; on a device a difference is found some calls later. ``"warn"`` once for a streak of calls, with
+            the report of all ranks, on rank 0 and in the log of every rank, and again for other tensors or ranks, at
+            most 5 times in a streak; ``"raise"`` a ReplicaDivergenceError on every rank; ``"ignore"``, for instance for
+            weights that differ on purpose. Must be equal on all ranks. ``"detail"`` always raises, in the next call.
+            Buffers that only some ranks hold, saved or not, are found in the next call; there the error is a
+            LayoutError.
         edited: the reaction if gradients were unscaled by a GradScaler or clipped, in place, between backward and the
             call: ``"warn"`` once, on rank 0 and in the log of every rank; ``"raise"`` an EditedGradientError on every
             rank, before gradients are exchanged; ``"allow"``, for instance for gradients normalised before the call.
-            ``"raise"`` must be equal on all ranks. A scaler is known from its second step on. A clip shows in edited
-            gradients of different directions, with one norm or one greatest element in call after call; other edits are
-            silent. On a device ``"warn"`` sees a clip only with ``nonfinite="raise"`` or ``"skip"``, and ``"raise"``
-            waits for the device in calls with edited gradients.
+            ``"raise"`` must be equal on all ranks. A scaler is known from its second step on. A clip is recognised if
+            edited gradients of different directions have the same norm, or the same greatest element, in call after
+            call. Other edits are not found. On a device ``"warn"`` finds a clip only with ``nonfinite="raise"`` or
+            ``"skip"``, and ``"raise"`` waits for the device in calls with edited gradients.
         local_buffers: names of buffers that may differ between ranks, or patterns (``"*.running_mean"``): neither
-            values nor names of these buffers are compared. Without a name, these values are not compared: of buffers
-            that are not saved, of buffers that differ and have changed on every rank since the first forward, and
-            running statistics of torch's normalisation layers that differ and have changed on a rank where the layer is
-            in training. Statistics of frozen layers are compared.
+            values nor names of these buffers are compared. In any case values are not compared: of buffers that are not
+            saved; of buffers that differ and have changed on every rank since the first forward; and of running
+            statistics of torch's normalisation layers that differ and have changed on a rank where the layer is in
+            training. Statistics of frozen layers are compared.
         warn_after_seconds: seconds that a rank waits, or that a payload runs on a device, before a warning names the
-            missing ranks and their activity, from the third call on. On a process group the value of the first wrapper
-            counts, as for ``report_dir``.
+            missing ranks and their activity; from the third call on. All wrappers on a process group have the value of
+            the first, as for ``report_dir``.
         report_dir: the directory for the report file of every rank; None: the system's temporary directory.
 
     Raises:
@@ -155,14 +153,13 @@ class Checks:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Checks":
-        """The same object: the scaler belongs to the loop, and its copy fails in the middle of a step."""
-        return self
+        return self  # a copy of the scaler would fail in the middle of a step
 
     def __copy__(self) -> "Checks":
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """All fields but the scaler: a copied scaler would keep its scale for ever and excuse every NaN."""
+        # Without the scaler: a pickled one would keep its scale for ever, and every NaN would count as its overflow.
         return {**{item.name: getattr(self, item.name) for item in fields(self)}, "grad_scaler": None}
 
     @cached_property
@@ -172,8 +169,8 @@ class Checks:
 
     @cached_property
     def nonfinite_policy(self) -> Nonfinite:
-        """The reaction to a non-finite gradient. ``"skip"`` is kept at the level ``"off"`` of the environment: without
-        it a training would get other weights."""
+        """The reaction to a non-finite gradient."""
+        # The environment may set "off" beside "skip". Without the skips the training would get other weights.
         return self.nonfinite if self.level != "off" or self.nonfinite == "skip" else "ignore"
 
     @cached_property
@@ -188,8 +185,8 @@ class Checks:
 
     @cached_property
     def counts_steps(self) -> bool:
-        """Whether every call compares the numbers of optimizer steps; ``"detail"`` compares the steps themselves, if in
-        every call."""
+        """Whether every call compares the numbers of optimizer steps."""
+        # "detail" compares the steps themselves if it compares replicas in every call.
         return self.guards_steps and (self.level == "info" or self.every > 1)
 
     @cached_property
@@ -205,18 +202,12 @@ class Checks:
 
 @cache
 def _allowed_values() -> dict[str, tuple[str, ...]]:
-    """The values of every field of :class:`Checks` with a literal type."""
     hints = get_type_hints(Checks).items()
     return {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
 
 
 def as_checks(checks: Level | Checks) -> Checks:
-    """The checks that the caller of a public function asks for.
-
-    Raises:
-        TypeError: neither a level nor a :class:`Checks`.
-        ValueError: an unknown level; a setting without effect at its level.
-    """
+    """The given checks, or those with the given level. TypeError or ValueError if unusable or without effect."""
     if not isinstance(checks, str | Checks):
         raise TypeError(f"checks is of the wrong type: got {type(checks).__name__}, expected a level (str) or Checks")
     asked = Checks(level=checks) if isinstance(checks, str) else checks
@@ -225,13 +216,8 @@ def as_checks(checks: Level | Checks) -> Checks:
 
 
 def refuse_without_effect(checks: Checks) -> None:
-    """Refuse a setting that asks for a reaction which the level cannot have.
-
-    Here and not in the constructor, because the level of the environment may leave any setting without effect.
-
-    Raises:
-        ValueError: with the setting and the level.
-    """
+    """ValueError for a setting that has no effect at the level of ``checks``."""
+    # Not in the constructor of Checks: with a level from the environment, settings of the script may have no effect.
     for name in ("nonfinite", "divergence", "edited") if checks.level == "off" else ():
         if (reaction := getattr(checks, name)) in ("raise", "skip"):
             raise ValueError(
@@ -250,11 +236,7 @@ def refuse_without_effect(checks: Checks) -> None:
 
 
 def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    """``names`` as a tuple. ``argument``: the name of the argument, for the error.
-
-    Raises:
-        TypeError: a single string, which would be read as letters, or an item that is no string.
-    """
+    """``names`` as a tuple; TypeError for a single string or for an item that is no string."""
     if isinstance(names, str):
         raise TypeError(
             f"{argument} is of the wrong type: got the string {names!r}, expected several names; write [{names!r}]"

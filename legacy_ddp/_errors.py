@@ -1,10 +1,10 @@
-"""The tree of exceptions, and the import of the package: names imported at their first use, and refused systems.
+"""Exceptions; explanations of argument errors; and for the import of the package: lazy names, refused systems.
 
 LegacyDDPError(RuntimeError)
 ├── AgreedError            raised on all ranks: same type, ranks and text on every rank;
 │   │                      every ``.grad`` untouched, the group stays usable
 │   ├── LayoutError            ranks hold different parameters, buffers or settings
-│   ├── DesyncError            ranks are not at the same call, or do not mean the same by it
+│   ├── DesyncError            ranks are in different calls, or mean different things by the same call
 │   ├── PeerError              a rank failed locally before the exchange; the text has its error
 │   ├── ReplicaDivergenceError  replicas hold or compute different bits; the text names tensors, phase and cause
 │   ├── EditedGradientError    gradients were clipped or unscaled before the call, with ``edited="raise"``
@@ -41,8 +41,8 @@ class LegacyDDPError(RuntimeError):
     """Base of all exceptions of this library.
 
     ``ranks``: the ranks at fault, counted inside the group; empty if they are not known. ``call``: number of the
-    collective call on this wrapper, from 1. ``phase``: of the call. ``parameter``: the name of the parameter.
-    ``anchor``: of the section about this class in docs/errors.md. A traceback ends with the command that prints it.
+    collective call on this wrapper, from 1. ``phase``: of the call. ``parameter``: its name. ``anchor``: of the section
+    about this class in docs/errors.md. A traceback ends with the command that prints this section.
     """
 
     anchor: ClassVar[str] = "legacyddperror"
@@ -66,7 +66,7 @@ class LegacyDDPError(RuntimeError):
 
 
 class AgreedError(LegacyDDPError):
-    """A disagreement of the ranks that all ranks detected: the same error on every rank, nothing written."""
+    """An error that all ranks raise with the same text; every ``.grad`` is unchanged."""
 
 
 class LayoutError(AgreedError):
@@ -74,7 +74,7 @@ class LayoutError(AgreedError):
 
 
 class DesyncError(AgreedError):
-    """Ranks met in different calls, or mean different things by the same call."""
+    """Ranks are in different calls, or mean different things by the same call."""
 
 
 class ReplicaDivergenceError(AgreedError):
@@ -82,10 +82,10 @@ class ReplicaDivergenceError(AgreedError):
 
     ``minority``: the ranks outside the strict majority, by counting alone; empty without a majority. ``implicated``:
     the ranks with evidence of a fault, such as parameters that changed outside of a step; empty without evidence, or
-    with evidence about all ranks. ``ranks``: the ranks at fault, from both: ``minority``, or without a majority
-    ``implicated``, and ranks with evidence of a second fault. Empty if there is evidence against a rank of the
-    majority. Then the minority may be right: compare ``minority`` with ``implicated``. In an error of a cross-check:
-    the ranks of its report, without a majority all of them.
+    with evidence against all ranks. ``ranks``: the ranks at fault: ``minority``, or without a majority ``implicated``,
+    and ranks with evidence of a second fault. Empty if there is evidence against a rank of the majority. Then the
+    minority may be right: compare ``minority`` with ``implicated``. In an error of a cross-check ``ranks`` are the
+    ranks of its report, without a majority all of them.
     ``report``: the :class:`legacy_ddp.debug.ReplicaReport` with the same text. ``phase``: the first phase with a
     difference, one of ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``; or
     ``run`` in an error of :func:`legacy_ddp.debug.cross_check`, whose ``report`` is a
@@ -104,7 +104,7 @@ class PeerError(AgreedError):
 class NonFiniteGradientError(AgreedError, FloatingPointError):
     """A local gradient held NaN or infinity before the exchange; only with ``Checks(nonfinite="raise")``.
 
-    Trainers that skip such a step catch Python's FloatingPointError, and this one with it.
+    A FloatingPointError, too, because trainers that skip such a step catch this class.
     ``ranks``: the ranks with such a gradient. ``parameter``: the first such parameter on the first of these ranks.
     """
 
@@ -121,7 +121,7 @@ class CommHookError(AgreedError):
 
 
 class TransportError(AgreedError):
-    """``transport="host"`` is not possible, or not any more; the text has the reason of the first rank with one."""
+    """``transport="host"`` is not possible, or not any more; the text has the reason of the first rank that has one."""
 
 
 class LostPeerError(LegacyDDPError):
@@ -164,11 +164,7 @@ for _item in tuple(globals().values()):
 
 
 class ArgumentErrors(ContextDecorator):
-    """Adds the command to a TypeError or ValueError raised by the library inside the block or the decorated function.
-
-    The section is about both classes, which are Python's own, and thus cannot bring the command themselves. Errors
-    raised by other code inside the block (a module, a hook) stay as they are.
-    """
+    """For a block or a decorated function: :func:`add_explanation` to the error that leaves it."""
 
     def __enter__(self) -> None:
         pass
@@ -181,31 +177,35 @@ class ArgumentErrors(ContextDecorator):
 
 
 def add_explanation(error: BaseException) -> None:
-    """Add the command to ``error``, and make its text printable, if the library raised this TypeError or ValueError."""
+    """Add the command that explains it to a TypeError or ValueError, and make its text printable.
+
+    Only if the library raised the error, and not other code such as a module or a hook.
+    """
     if not isinstance(error, TypeError | ValueError) or not _is_of_library(error.__traceback__):
         return
     error.args = tuple(printable(item) if isinstance(item, str) else item for item in error.args)
     note = how_to_explain("TypeError" if isinstance(error, TypeError) else "ValueError")
-    if note not in getattr(error, "__notes__", ()):  # of an inner block
+    if note not in getattr(error, "__notes__", ()):  # an inner block may have added it
         error.add_note(note)
 
 
 def _is_of_library(trace: TracebackType | None) -> bool:
-    return all(frame.f_code.co_filename.startswith(_LIBRARY) for frame, _ in list(traceback.walk_tb(trace))[-1:])
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    return not frames or frames[-1].f_code.co_filename.startswith(_LIBRARY)
 
 
 argument_errors = ArgumentErrors()
 
 
 def import_error(text: str) -> ImportError:
-    """An ImportError with the command that explains it at its end, as all errors of the library."""
+    """An ImportError with the command that explains it."""
     error = ImportError(text)
     error.add_note(how_to_explain("ImportError"))
     return error
 
 
 def show_usable(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Leave parameters of type Never out of the displayed signature: they are there for a better error."""
+    """Leave parameters of type Never out of the displayed signature: they exist only for a better error."""
     signature = inspect.signature(function)
     usable = [each for each in signature.parameters.values() if each.annotation is not Never]
     vars(function)["__signature__"] = signature.replace(parameters=usable)
@@ -213,10 +213,7 @@ def show_usable(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def lazy_names(package: str, modules: Mapping[str, str], submodules: Collection[str] = ()) -> Callable[[str], Any]:
-    """A ``__getattr__`` for ``package`` (PEP 562): imports a name at its first use.
-
-    ``modules``: the module of each name. ``submodules``: modules of the package that are names themselves.
-    """
+    """A ``__getattr__`` for ``package`` (PEP 562): imports a name at its first use, from its module in ``modules``."""
 
     def find(name: str) -> Any:
         if name in submodules:
@@ -231,7 +228,7 @@ def lazy_names(package: str, modules: Mapping[str, str], submodules: Collection[
 
 
 def check_system() -> None:
-    """Refuse a system that is neither Linux nor like it, such as Windows."""
+    """ImportError on a system that is neither Linux nor like it, such as Windows."""
     try:
         import_module("fcntl")
     except ModuleNotFoundError:

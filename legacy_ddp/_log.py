@@ -1,9 +1,8 @@
 """Warnings and log records, each with its facts as attributes, and the display of an error at the end of a process.
 
 If all ranks raise the same error, one rank of the job shows the traceback, with a single line of the library in it. A
-failed call puts a hook of its own in front of ``sys.excepthook``. The hook changes only the display: the exception
-keeps its traceback, and exceptions of other code go to the earlier hook unchanged. Nothing is done in a process with
-another display (a hook of the script, IPython).
+failed call puts :class:`ShortDisplay` in front of ``sys.excepthook``. It changes only the display: the exception keeps
+its traceback. A process with another hook (of the script, of IPython) keeps its hook.
 """
 
 import contextlib
@@ -27,7 +26,6 @@ from legacy_ddp._errors import LegacyDDPError, UnsynchronizedStepError
 from legacy_ddp._text import error_line, first_line, format_bytes, how_to_explain, printable_lines, shorten
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "")
-# Frames of these files between the script and the library, or between two frames of the library.
 INNER = (LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__)
 _BACKWARD = os.path.join(os.path.dirname(torch.__file__), "autograd", "graph.py")  # its frame calls the engine
 _PATHS = sysconfig.get_paths()
@@ -39,10 +37,10 @@ _STYLES = ("short", "full")
 LOG_VARIABLE = "LEGACY_DDP_LOG"
 _FORMS = ("text", "json")
 _LEVELS = ("debug", "info", "warning")
-# The attributes of every record of the library; those that a record does not need are None. docs/logging.md has them.
+# The attributes of every record, None where a record has no value. docs/logging.md describes them.
 _FIELDS = ("rank", "event", "call", "phase", "seconds", "bytes", "ranks", "report")
-# Of an error that other ranks raise, too: the text to show in place of the traceback, and where the traceback is. None
-# on the rank that shows the traceback.
+# Attribute of an error that other ranks raise, too: the text to show, and where the traceback is. None on the rank that
+# shows the traceback.
 _ELSEWHERE = "_legacy_ddp_shown_elsewhere"
 
 LOGGER = logging.getLogger("legacy_ddp")
@@ -50,8 +48,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def logger_of(rank: int) -> "_RankLogger":
-    """The logger of one rank, counted inside its group. ``extra=``: further attributes of a record, of ``_FIELDS``."""
-    _configure()  # at the first use, because an import configures nothing
+    """The logger of a rank, counted inside its group. ``extra=``: further attributes of a record, of ``_FIELDS``."""
+    _configure()  # not at the import, which configures nothing
     return _RankLogger(LOGGER, {"rank": rank})
 
 
@@ -98,7 +96,7 @@ class _RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 def _show_unlogged(record: logging.LogRecord | None, error: Exception) -> None:
     """Write a record to stderr, and why it is not in the log: ``error``, of a handler, a filter or a record factory."""
-    if not logging.raiseExceptions:  # the script wants no word of it, as of errors in handlers of Python
+    if not logging.raiseExceptions:  # with this setting Python, too, shows no error of a handler
         return
     with contextlib.suppress(Exception):
         lines = [_DEFAULT.format(record)] if record is not None else []
@@ -109,12 +107,14 @@ def _show_unlogged(record: logging.LogRecord | None, error: Exception) -> None:
 
 @cache
 def _configure() -> None:
-    """Add the default handler; set form and level as ``LEGACY_DDP_LOG`` asks. The level of a script counts more."""
+    """Add the default handler, with the form and the level in ``LEGACY_DDP_LOG``."""
     items = _log_items()
-    _DEFAULT.setFormatter(_JsonFormatter() if "json" in items else _text_formatter())
+    text = "%(asctime)s %(levelname)s %(name)s rank %(rank)s: %(message)s"
+    is_json = "json" in items
+    _DEFAULT.setFormatter(_JsonFormatter() if is_json else logging.Formatter(text, defaults={"rank": "?"}))
     LOGGER.addHandler(_DEFAULT)
     for level in _LEVELS:
-        if level in items and LOGGER.level == logging.NOTSET:
+        if level in items and LOGGER.level == logging.NOTSET:  # a level of the script stays
             LOGGER.setLevel(level.upper())
 
 
@@ -154,7 +154,7 @@ def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, flo
 
 
 def log_late_rank(call: str, rank: int, seconds: float, part: str, text: str) -> None:
-    """Log the rank for which the others wait. The caller is rank 0, and has tested for level INFO."""
+    """Log the rank for which the others wait; on rank 0."""
     facts = {"event": "late_rank", "call": call, "phase": part or None, "seconds": seconds, "ranks": [rank]}
     logger_of(0).info("%s: %s", call, text, extra=facts)
 
@@ -170,10 +170,7 @@ def is_configured() -> bool:
 
 
 class _DefaultHandler(logging.Handler):
-    """Writes records to stderr as long as the script has no handler for them.
-
-    Every text is a single write, so that reports of several ranks do not mix.
-    """
+    """Writes records to stderr as long as the script has no handler for them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not is_configured():  # otherwise a handler of the script writes the record
@@ -181,7 +178,7 @@ class _DefaultHandler(logging.Handler):
 
     def write(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.write(f"{self.format(record)}\n")  # in one write, so that reports of several ranks do not mix
             sys.stderr.flush()
         except Exception:  # noqa: BLE001 - as every handler of Python: a log that cannot be written stops no training
             self.handleError(record)
@@ -190,13 +187,7 @@ class _DefaultHandler(logging.Handler):
 _DEFAULT = _DefaultHandler()
 
 
-def _text_formatter() -> logging.Formatter:
-    return logging.Formatter("%(asctime)s %(levelname)s %(name)s rank %(rank)s: %(message)s", defaults={"rank": "?"})
-
-
 class _JsonFormatter(logging.Formatter):
-    """A line of JSON for each record: time (UTC), level, logger, the attributes that are not None, message."""
-
     def format(self, record: logging.LogRecord) -> str:
         facts = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -210,7 +201,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def script_level() -> int:
-    """The ``stacklevel`` with which ``warnings.warn()`` in the caller names the last line before torch and the library.
+    """The ``stacklevel`` with which ``warnings.warn()`` in the caller names the last line of the script.
 
     1, the line of the caller, in a thread without such a line.
     """
@@ -219,17 +210,14 @@ def script_level() -> int:
 
 
 def script_lines() -> list[str]:
-    """``train.py:12 in main``: the lines of the script that lead to the library, the innermost first, 16 at most.
-
-    Empty in a thread without such a line.
-    """
+    """``train.py:12 in main``: the lines of the script that lead to the library, the innermost first, 16 at most."""
     frames = (frame for frame in outward(sys._getframe(1)) if not _is_inner(frame))
     return [_line_of(frame) for frame in islice(frames, _MAX_LINES)]
 
 
 def hook_line() -> str:
-    """``train.py:12 in fused_step``: the line of the script that the backward pass of this thread runs, in the function
-    that torch called: a hook. Empty outside of a backward pass."""
+    """``train.py:12 in fused_step``: the present line of the hook that the backward pass of this thread called. Empty
+    outside of a backward pass."""
     if not internals.inside_backward():
         return ""
     inside = takewhile(lambda frame: frame.f_code.co_filename != _BACKWARD, outward(sys._getframe(1)))
@@ -238,8 +226,7 @@ def hook_line() -> str:
 
 
 def defined_at(function: Callable[..., object]) -> str:
-    """``train.py:10 in fused_step``: where a function of the script begins. Empty for a function of torch or of the
-    library, and for one without code in Python."""
+    """``train.py:10 in fused_step``: where a function of the script begins. Empty for any other function."""
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function)  # of a bound method
@@ -258,7 +245,7 @@ def _place(code: CodeType, line: int) -> str:
 
 
 def outward(frame: FrameType | None) -> Iterator[FrameType]:
-    """``frame`` and the frames around it, the innermost first."""
+    """``frame`` and its callers, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -269,7 +256,7 @@ def _is_inner(frame: FrameType) -> bool:
 
 
 def check_variables() -> None:
-    """Refuse an unknown value of ``LEGACY_DDP_LOG`` or ``LEGACY_DDP_TRACEBACK``."""
+    """ValueError for an unknown value of ``LEGACY_DDP_LOG`` or ``LEGACY_DDP_TRACEBACK``."""
     if unknown := [item for item in _log_items() if item not in (*_FORMS, *_LEVELS)]:
         raise ValueError(
             f"environment variable {LOG_VARIABLE}: got {unknown[0]!r}, expected some of {(*_FORMS, *_LEVELS)}, "
@@ -281,7 +268,7 @@ def check_variables() -> None:
 
 
 def shorten_display(error: BaseException, *, is_agreed: bool = False, rank: int = 0, first: int = 0) -> None:
-    """Shorten the traceback of ``error``, if no code catches it and the process ends.
+    """If no code catches ``error``, show a shorter traceback at the end of the process.
 
     ``is_agreed``: every rank of the group raises this error. Then rank 0 of the group, which is rank ``first`` of the
     job, shows the traceback. ``rank``: of this process in the group.
@@ -297,12 +284,12 @@ def shorten_display(error: BaseException, *, is_agreed: bool = False, rank: int 
 
 
 def show_elsewhere(error: BaseException, text: str, place: str) -> None:
-    """Another rank shows ``error``. Display this one as a line with ``text``, and ``place`` of the rest."""
+    """Show a line with ``text`` in place of ``error``. Another rank shows the traceback, at ``place``."""
     vars(error)[_ELSEWHERE] = (text, place)
 
 
 class ShortDisplay:
-    """The hook: shows an error of the library by ``previous``, shortened."""
+    """A ``sys.excepthook`` that shows an error of the library shortened, by the hook before it."""
 
     def __init__(self, previous: Hook) -> None:
         self._previous = previous
@@ -319,7 +306,7 @@ class ShortDisplay:
 
 
 def _line(error: BaseException, text: str, place: str) -> BaseException:
-    """An exception displayed as the type of ``error``, ``text``, this rank's line of the script, and ``place``."""
+    """An exception that is displayed in one line: type of ``error``, ``text``, this rank's line of the script."""
     kind = type(error)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     stand_in: type[BaseException] = type(kind.__name__, (Exception,), names)
@@ -341,7 +328,7 @@ def _next(error: BaseException) -> BaseException | None:
 
 @contextmanager
 def _shortened(error: BaseException) -> Iterator[None]:
-    """Take the inner frames out of ``error`` and the displayed exceptions behind it, for the time of the block."""
+    """For the block, ``error`` and the exceptions displayed with it have no inner frames."""
     whole: list[tuple[BaseException, TracebackType | None]] = []
     shown: BaseException | None = error
     while shown is not None and all(shown is not other for other, _ in whole):
@@ -362,7 +349,7 @@ def _shortened(error: BaseException) -> Iterator[None]:
 
 
 def _hides_frames(error: BaseException) -> bool:
-    """Whether a reader does not need the place of ``error`` in the library: the text says all, or it is a Ctrl-C."""
+    """Whether the reader needs no line of the library: the text says all, or the user pressed Ctrl-C."""
     is_argument = isinstance(error, TypeError | ValueError) and _ELSEWHERE in vars(error)
     return is_argument or isinstance(error, LegacyDDPError | KeyboardInterrupt)
 
@@ -378,10 +365,7 @@ def _outer_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _script_frames(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` without the frames of installed packages: a step() is found by the line of the script.
-
-    No rank knows whether other ranks raise the same error, so every rank shows it.
-    """
+    """``trace`` without the frames of installed packages: a step() is found by the line of the script."""
     return _linked([link for link in _links(trace) if not _file(link).startswith((*INNER, *_INSTALLED))])
 
 

@@ -12,7 +12,7 @@ from legacy_ddp._ranks.header import Header, Headers
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
 from legacy_ddp._text import format_bytes, how_to_explain, name_ranks, plain, printable, table, wrap
 
-_MAX_ROWS = 16  # of a text; rows that stand out are shown before the rows of the first ranks
+_MAX_ROWS = 16  # of a text; non-finite gradients first, then the straggler, then the lowest ranks
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,15 @@ class RankRow:
     rank took no part, with checks off, and on a device unless ``nonfinite="raise"`` or ``"skip"``. ``finite``: whether
     the local gradient held neither NaN nor infinity; None without ``local_norm``. ``micro_batches``: backward passes
     since the rank's last call. ``sample_size``: of this rank, None for a plain call. ``took_part``: false for ``skip``
-    and ``sample_size=0``; a rank of a step that all ranks skip has brought its gradients. ``leaves``: with
-    ``reproducible=True`` the number of micro-batches, else 0. ``seconds_waited``: for the headers of the other ranks,
-    in the *previous* call; the straggler waited least. ``forward_seconds``: of the rank, from its last call to this
-    call, in forwards of the wrapper; ``backward_seconds``: from the end of each forward to the last gradient before
-    the next, so with the loss; ``data_seconds``: in everything else (data loading, optimizer step, logging). They are
-    times of the host, 0 with checks off. Without a forward of the wrapper (:func:`all_reduce_gradients`, a compiled
-    wrapper) ``forward_seconds`` is 0, and ``backward_seconds`` begins with the end of the last call.
+    and ``sample_size=0``, true in a step that all ranks skip. ``leaves``: with ``reproducible=True`` the number of
+    micro-batches, else 0. ``seconds_waited``: for the headers of the other ranks, in the *previous* call; the straggler
+    waited least.
+
+    Times of the host since the rank's last call, 0 with checks off: ``forward_seconds``: in forwards of the wrapper.
+    ``backward_seconds``: from the end of each forward to the last gradient before the next, including the loss.
+    ``data_seconds``: in everything else (data loading, optimizer step, logging). Without a forward of the wrapper
+    (:func:`all_reduce_gradients`, a compiled wrapper) ``forward_seconds`` is 0, and ``backward_seconds`` begins at the
+    end of the last call.
 
     Example:
         >>> model(inputs).sum().backward()
@@ -52,7 +54,7 @@ class RankRow:
 
 
 class NoMetrics(dict[str, float]):
-    """The metrics of a call that exchanged nothing: an empty dict, whose KeyError says why the name is missing."""
+    """The metrics of a call that exchanged nothing: an empty dict with a KeyError that says why."""
 
     def __missing__(self, name: str) -> float:
         error = KeyError(
@@ -73,11 +75,10 @@ class SyncRecord:
     call. ``divisor``: the divisor of the summed gradients, 0 if ``skipped``. ``skipped_ranks``: the ranks whose
     gradients do not count: all of them if ``skipped``. ``payload_bytes``: gradient bytes from this rank to collectives.
     ``transport``: the carrier of dense gradients on CPU, ``host`` (memory shared by the ranks of a host; gloo between
-    several hosts) or ``gloo``; empty for a single rank. ``seconds``: wall time of this rank per phase (plan, pack,
+    several hosts) or ``gloo``; empty for a single rank. ``seconds``: wall time of this rank by phase (plan, pack,
     agree, payload, alias; with ``checks="detail"`` also digest, with metrics metrics, with a communication hook hook,
     inside ``join()`` join, under a recorder observe). ``rank``: number of this rank, and index of its row. ``metrics``:
-    the sum of each metric over the ranks, equal on every rank, sorted by name; empty for the no-op, where a name is a
-    KeyError that says so.
+    the sum of each metric over the ranks, equal on every rank, sorted by name; empty for the no-op.
 
     Example:
         >>> model(inputs).sum().backward()
@@ -100,10 +101,7 @@ class SyncRecord:
     _headers: Headers | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        """A line about the call and its longest phase, the metrics, and a line for each of at most 16 ranks.
-
-        Ranks with a gradient that is not finite come first, then the straggler, then the lowest ranks.
-        """
+        """A line about the call and its longest phase, the metrics, and a line for each of at most 16 ranks."""
         return "\n".join([_describe(self), *_metric_lines(self), *_rank_lines(self)])
 
     @cached_property
@@ -112,10 +110,9 @@ class SyncRecord:
         return tuple(_row(rank, header) for rank, header in enumerate(self._headers.rows if self._headers else ()))
 
     def as_dict(self) -> dict[str, object]:
-        """The public fields and ``rows``, by name, as numbers, texts, lists and dicts: ``json.dumps()`` takes them.
+        """The public fields and ``rows``, by name, as numbers, texts, lists and dicts, for ``json.dumps()``.
 
-        JSON has no NaN and no infinity: they are the texts ``nan``, ``inf`` and ``-inf``, from which ``float()`` makes
-        the numbers again.
+        JSON has no NaN and no infinity: they are the texts ``nan``, ``inf`` and ``-inf``, which ``float()`` reads.
 
         Example:
             >>> model(inputs).sum().backward()
@@ -131,8 +128,8 @@ class SyncRecord:
     def identical_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Groups of two or more ranks with local gradients of equal norm, to the last bit.
 
-        Gradients of different data almost never have equal norms, unless no data reach them. Zero and non-finite norms
-        do not count.
+        Zero and non-finite norms do not count. Gradients of different data almost never have equal norms, except where
+        they do not depend on the data.
         """
         return equal_ranks([comparable_norm(row.local_norm, row.finite) for row in self.rows])
 
@@ -140,31 +137,29 @@ class SyncRecord:
     def straggler(self) -> tuple[int, float] | None:
         """The last rank of the *previous* call, and how many seconds longer the median of the other ranks waited.
 
-        In every call some rank is last. A rank named again and again, with many seconds, is slow. None
-        in a first call and for a single rank.
+        In every call some rank is last; a rank that is last in many calls, by many seconds, is slow. None in a first
+        call and for a single rank.
         """
         return find_straggler([row.seconds_waited for row in self.rows])
 
     @argument_errors
     def noise_scale(self, reduced_norm: float | torch.Tensor) -> NoiseScale:
-        """Estimate of the gradient noise scale, up to which larger batches are worth while.
+        """Estimate of the gradient noise scale: larger batches are worth while up to this size.
 
         ``reduced_norm``: 2-norm of the reduced gradient of the same parameters, as
-        :func:`torch.nn.utils.clip_grad_norm_` returns it right after the call. With a GradScaler the norm *before*
+        :func:`torch.nn.utils.clip_grad_norm_` returns it directly after the call. With a GradScaler the norm *before*
         ``unscale_``: the local norms are scaled, too.
 
         After McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", arXiv:1812.06162,
-        appendix A.1, with a small batch per rank that took part. Rank r's gradient is a sum over n_r items
-        (``sample_size``; in a plain call its contribution is one item), ``g_r`` the sum / n_r, g the reduced gradient,
-        N = Σ n_r. With G the true gradient and Σ the covariance of one item's gradient,
-        ``E|g_r|² = |G|² + tr(Σ) / n_r`` and ``E|g|² = |G|² + tr(Σ) / N``. With h the mean over ranks of 1 / n_r, and A
-        the mean of ``|g_r|²``::
+        appendix A.1, where each rank that took part has a small batch. Rank r's gradient is a sum over n_r items
+        (``sample_size``; 1 in a plain call), ``g_r`` the sum / n_r, g the reduced gradient, N = Σ n_r. With G the true
+        gradient and Σ the covariance of one item's gradient, ``E|g_r|² = |G|² + tr(Σ) / n_r`` and
+        ``E|g|² = |G|² + tr(Σ) / N``. With h the mean over ranks of 1 / n_r, and A the mean of ``|g_r|²``::
 
             tr(Σ) ≈ (A - |g|²) / (h - 1 / N),    |G|² ≈ |g|² - tr(Σ) / N
 
-        The paper has the same number of items on every rank, where h = 1 / B_small. One call is not enough: average
-        ``squared_norm`` and ``noise`` over many calls before the division, as the paper does. Both are NaN or infinite
-        if a norm is.
+        In the paper all ranks have equal numbers of items: h = 1 / B_small. As there, average ``squared_norm`` and
+        ``noise`` over many calls before the division. Both are NaN or infinite if a norm is.
 
         Raises:
             ValueError: fewer than two ranks took part, or a norm is missing.
@@ -178,7 +173,7 @@ class SyncRecord:
                 f"norms are missing: got those of {len(norms)} of {len(rows)} ranks, expected all; they are taken with "
                 'checks="info" on CPU, and on CUDA with Checks(nonfinite="raise") or LEGACY_DDP_CHECKS=nonfinite=raise'
             )
-        # In a join() finished ranks may count as zeros: then the mean over the participants is larger.
+        # Ranks that have finished in a join() may count as zeros: then the mean over the participants is larger.
         scale = self.divisor / len(rows) if self.sample_size is None else 1.0
         return estimate_noise(norms, [row.sample_size or 1 for row in rows], scale * float(reduced_norm))
 

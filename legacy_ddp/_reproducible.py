@@ -1,13 +1,13 @@
 """Sums of the micro-batches of this rank in the order of a binary tree, the same on any number of ranks.
 
-A leaf is the gradient accumulated by one outermost no_sync() block, or the gradient accumulated after the last block
-and before the call. At the end of a block the gradients go to the flat tensors, and every ``.grad`` becomes None,
-except the smallest, which becomes zeros. These zeros are a sentinel: ``zero_grad()`` changes them, and then the leaves
-are dropped as gradients would be.
+A leaf is the gradient of one outermost no_sync() block, or the gradient accumulated after the last block and before
+the call. At the end of a block the gradients move to the flat tensors, and every ``.grad`` becomes None, except the
+smallest, which becomes zeros. These zeros are a sentinel: ``zero_grad()`` changes them, and then the leaves are
+dropped.
 
 The sums are a binary counter: after n leaves there is a sum for every 1 among the binary digits of n. The digit for 2^k
 has the sum of 2^k leaves, the oldest leaves first. Each sum is a node of the tree, whatever leaves follow. The last
-leaf lies in the buffers' flat tensors until a new leaf comes or the call adds all leaves.
+leaf is in the flat tensors of the buffers until a new leaf comes, or the call adds all leaves.
 """
 
 import threading
@@ -28,14 +28,14 @@ from legacy_ddp._steps.policy import check_complete
 from legacy_ddp._text import error_line
 from legacy_ddp._torch.device import have_nonzero
 
-_CONVERTED_NUMEL = 2**18  # elements at a time: all at once, fresh memory takes five times as long
+_CONVERTED_NUMEL = 2**18  # elements at a time: all at once takes five times as long, because of new memory
 
 
 class PartialSums:
     """The sums, flat tensors of shape (bucket.numel,): fp16 leaves are added in fp32, other leaves in their dtype.
 
     Memory is kept from step to step. 2^k leaves need k + 1 tensors besides the last leaf. With the host transport the
-    total lies in a segment, and the other ranks read it there.
+    other ranks read the total from a segment.
     """
 
     def __init__(self, bucket: Bucket, policy: SegmentPolicy) -> None:
@@ -45,7 +45,7 @@ class PartialSums:
         self._nodes: list[tuple[int, torch.Tensor]] = []  # number of leaves, and their sum
         self._total: tuple[torch.Tensor, Segment | None] | None = None  # its memory
         self._spare: list[torch.Tensor] = []
-        self._recv: torch.Tensor | None = None  # if no sum is free for data of peers
+        self._recv: torch.Tensor | None = None  # for data of other ranks, if no sum is free for them
 
     def add(self, leaf: torch.Tensor) -> None:
         """Add a leaf to the sums. The leaf is only read."""
@@ -61,22 +61,21 @@ class PartialSums:
     def total(self, last: torch.Tensor | None) -> torch.Tensor:
         """The sum of all leaves and of ``last``, a further leaf, in the dtype of the tree. At least one leaf is needed.
 
-        No sum changes. If there is only one part, nothing is added, and the result is this part itself: ``last``, or a
-        sum. A sum is copied if the other ranks read the result from a segment, in which no sum lies.
+        No sum changes. The result is ``last`` or a sum itself if this is the only part. But a sum is copied if other
+        ranks read the result from a segment: sums are in no segment.
         """
         parts = [tensor for _, tensor in self._nodes] + ([] if last is None else [last])
         newest = parts.pop()
         if not parts and newest.dtype == self.dtype and (newest is last or not self._policy.is_for(self._bucket)):
             return newest
         total = self._memory_of_total()
-        if not parts or newest.dtype != self.dtype:  # an addition of two dtypes would convert in fresh memory
+        if not parts or newest.dtype != self.dtype:  # an addition of two dtypes would convert in new memory
             newest = total.copy_(newest)
         while parts:  # from the end: an incomplete run is added to the run before it
             newest = torch.add(parts.pop(), newest, out=total)
         return newest
 
     def zeros(self) -> torch.Tensor:
-        """Zeros in place of a total."""
         return self._memory_of_total().zero_()
 
     def segment_of(self, total: torch.Tensor) -> Segment | None:
@@ -84,14 +83,14 @@ class PartialSums:
         return self._total[1] if self._total is not None and total is self._total[0] else None
 
     def reserve(self, total: torch.Tensor) -> None:
-        """Allocate a :meth:`recv_buffer` if needed. Where the host transport carries, the other ranks send nothing."""
+        """Allocate a :meth:`recv_buffer` if needed: with the host transport the other ranks send nothing."""
         if self._policy.carries(self._bucket) or self._idle(total) is not None:
             self._recv = None
         elif self._recv is None:
             self._recv = self._new()
 
     def recv_buffer(self, total: torch.Tensor) -> torch.Tensor:
-        """Memory for data of peers: of a sum no longer needed. ``total``: as for :meth:`reserve`, called before."""
+        """Memory for data of other ranks. May be that of a sum. ``total``: as for :meth:`reserve`, called before."""
         idle = self._idle(total)
         if idle is None:
             idle = self._recv
@@ -100,10 +99,10 @@ class PartialSums:
     def clear(self) -> None:
         """Drop all leaves; the memory stays."""
         nodes, self._nodes = self._nodes, []
-        self._spare += [tensor for _, tensor in nodes]  # after the sums are gone: no memory is in both
+        self._spare += [tensor for _, tensor in nodes]  # last, so that no memory is in both after an interrupt
 
     def _memory_of_total(self) -> torch.Tensor:
-        """Kept apart from the other sums: the other ranks have mapped this segment."""
+        # Not one of the spare tensors: the other ranks have mapped this segment.
         if self._total is None or not self._policy.fits(self._bucket, self._total[1]):
             self._total = self._policy.allocate(self._bucket, self.dtype)
         return self._total[0]
@@ -120,33 +119,33 @@ class PartialSums:
 
 
 def _add_to(total: torch.Tensor, leaf: torch.Tensor) -> None:
-    """Add ``leaf``, which may have a narrower dtype, in pieces: torch would convert the whole leaf in fresh memory."""
     if leaf.dtype == total.dtype:
         total.add_(leaf)
         return
+    # A leaf of a narrower dtype is added in pieces: torch would convert the whole leaf in new memory.
     wide = total.new_empty(min(_CONVERTED_NUMEL, total.numel()))
     for sums, narrow in zip(torch.split(total, _CONVERTED_NUMEL), torch.split(leaf, _CONVERTED_NUMEL), strict=True):
         sums.add_(wide[: narrow.numel()].copy_(narrow))
 
 
 class LeafSums:
-    """The leaves since the last call: ``count``, and the largest kind of gradient per slot."""
+    """The leaves since the last call, with a sum per buffer."""
 
     def __init__(self, policy: SegmentPolicy) -> None:
-        self.count = 0
+        self.count = 0  # of leaves
         self._policy = policy
-        self.is_waiting = False  # the last leaf lies in the flat tensors, and in no sum yet
-        self._kinds: list[int] = []
+        self.is_waiting = False  # the last leaf is in the flat tensors, and in no sum yet
+        self._kinds: list[int] = []  # the largest kind of gradient per slot
         self._for: tuple[Sequence[FlatBuffer], list[PartialSums]] = (), []  # buffers, with the sums of each
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the sums belong to the plan's buffers. Makes new sums for the plan if there are no leaves."""
+        """Whether the sums are for the buffers of the plan. Makes new sums for the plan if there are no leaves."""
         if self._buffers is not plan.buffers and not self.count:
             self._for = plan.buffers, [PartialSums(buffer.bucket, self._policy) for buffer in plan.buffers]
         return self._buffers is plan.buffers
 
     def hold(self, kinds: Sequence[int]) -> None:
-        """Count the packed gradients in the flat tensors, of these kinds, as a further leaf. No sum is changed."""
+        """Count the gradients in the flat tensors, of these kinds, as a further leaf. No sum changes."""
         self._set_waiting(is_waiting=True)
         self._kinds = self._joined(kinds)
         self.count += 1
@@ -175,7 +174,7 @@ class LeafSums:
         return self.count + is_one_more, self._joined(kinds), flats
 
     def zeros(self, *, has_peers: bool) -> list[torch.Tensor]:
-        """Zeros in place of the sum, for a rank that takes no part. The leaves stay until the call succeeds."""
+        """Zeros in place of the sum, for a rank that takes no part. The leaves stay: the call may fail."""
         flats = [sums.zeros() for sums in self._sums]
         if has_peers:
             self.reserve(flats)
@@ -191,10 +190,8 @@ class LeafSums:
             sums.reserve(flat)
 
     def recv_buffer(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """Receive buffer as large as ``flat``, the result of :meth:`total` for the buffer with this number.
-
-        Overwrites leaves: the step ends here.
-        """
+        """Receive buffer as large as ``flat``, the result of :meth:`total` for the buffer with this number. Its use
+        overwrites leaves: the step ends here."""
         return self._sums[index].recv_buffer(flat)
 
     def clear(self) -> None:
@@ -227,10 +224,10 @@ class LeafSums:
 
 @dataclass(frozen=True)
 class ZeroGradSentinel:
-    """Zeros in place of ``parameter.grad``, the gradient of slot ``index``, by which ``zero_grad()`` is noticed.
+    """Zeros in place of ``parameter.grad``, the gradient of slot ``index``: a change shows a ``zero_grad()``.
 
-    The zeros are -0.0. Scaling and clipping keep -0.0, ``zero_grad()`` leaves 0.0 or None, and backward adds to -0.0
-    without changing a bit of the new gradient.
+    The zeros are -0.0. Scaling and clipping keep -0.0, and ``zero_grad()`` leaves 0.0 or None. If backward adds to
+    -0.0, the result has the bits of the new gradient.
     """
 
     index: int
@@ -239,16 +236,14 @@ class ZeroGradSentinel:
     version: int
 
     def is_alone(self, *, is_added_to: bool) -> bool:
-        """Whether ``.grad`` is the sentinel without an added gradient. ``is_added_to``: backward ran since.
-
-        After a backward any write was the addition. Otherwise a write that left -0.0 was clipping or scaling.
-        """
+        """Whether ``.grad`` is the sentinel without an added gradient. ``is_added_to``: backward ran since."""
         if self.parameter.grad is not self.zeros:
             return False
+        # After a backward any write was the addition. Otherwise a write that left -0.0 was clipping or scaling.
         return self.zeros._version == self.version or (not is_added_to and self._is_negative_zero)
 
     def was_cleared(self, *, is_added_to: bool) -> bool:
-        """Whether ``zero_grad()`` was called since. After a backward only a ``.grad`` of None shows the call."""
+        """Whether ``zero_grad()`` was called since. After a backward only a ``.grad`` of None shows this."""
         grad = self.parameter.grad
         if grad is None:
             return True
@@ -294,10 +289,9 @@ class Leaves:
 
     @contextmanager
     def block(self, plan: Callable[[], Plan], *, is_outermost: bool) -> Iterator[None]:
-        """A no_sync() block. The next call raises the failures of a block, on all ranks.
+        """A no_sync() block. If it fails, the next call raises its error, on all ranks.
 
-        Raises:
-            LegacyDDPError: a block of another thread is open.
+        Raises a LegacyDDPError at once if a block of another thread is open.
         """
         if not is_outermost:
             self._check_thread()
@@ -313,8 +307,8 @@ class Leaves:
 
     @internals.disable_dynamo
     def drop_if_cleared(self) -> None:
-        """Drop all leaves if the user cleared the gradients. Not for use inside a block: there ``zero_grad()`` drops
-        the gradients of the block alone."""
+        """Drop all leaves if the user cleared the gradients. Not to be called inside a block, where ``zero_grad()``
+        drops only the gradients of the block."""
         sentinel = self._sentinel
         if self._is_dropping or (sentinel is not None and sentinel.was_cleared(is_added_to=self._is_added_to)):
             self.drop()
@@ -329,7 +323,7 @@ class Leaves:
         self.drop_if_cleared()
         if (problem := self._problem) is not None:
             self.drop()
-            self._problem = None  # last: incomplete sums are never taken for complete ones
+            self._problem = None  # last, so that incomplete sums are never used
             raise problem
         if not self.sums.fits(plan):
             error = _changed_parameters(self._plan, plan)
@@ -370,13 +364,13 @@ class Leaves:
         self._is_dropping = False
 
     def release_memory(self) -> None:
-        """Drop all leaves with their memory: a broken-off collective may still write to the memory."""
+        """Drop all leaves with their memory: an unfinished collective may still write to it."""
         self.drop()
         self.sums.release_memory()
 
     @internals.disable_dynamo
     def _run_or_defer(self, act: Callable[[], None]) -> None:
-        """Run ``act``; keep a failure for the call, where all ranks raise together. After a failure do nothing."""
+        """Run ``act``, and keep its error for the call, where all ranks raise together. After an error do nothing."""
         if self._problem is not None:
             return
         try:
@@ -408,7 +402,6 @@ class Leaves:
         )
 
     def _end_block(self, plan: Plan) -> None:
-        """Turn the gradients in ``.grad`` into a leaf."""
         if not self.sums.fits(plan):
             raise _changed_parameters(self._plan, plan)
         check_complete(self._counter.incomplete(plan.parameters))
@@ -436,7 +429,7 @@ class Leaves:
             raise
 
     def _grads_of(self, plan: Plan) -> list[torch.Tensor | None]:
-        """The gradient of every slot, with None in place of a sentinel without an added gradient."""
+        """The gradient of every slot; None for a sentinel without an added gradient."""
         grads, sentinel = list(plan.grads), self._sentinel
         if sentinel is not None and sentinel.is_alone(is_added_to=self._is_added_to):
             grads[sentinel.index] = None
@@ -466,7 +459,6 @@ class Leaves:
 
 
 def _changed_parameters(before: Plan | None, plan: Plan) -> GradientError:
-    """The error for parameters other than those of the first leaf, with the first of them."""
     changes = [] if before is None else list(_changes(before, plan))
     first, how = changes[0] if changes else ("", "")
     more = f", and {len(changes) - 1} more" if len(changes) > 1 else ""
@@ -498,7 +490,7 @@ def _changes(before: Plan, now: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _changes_memory(plan: Plan) -> bool:
-    """Whether the next packing puts gradients into other memory than the present flat tensors."""
+    """Whether the next packing will use other memory than the present flat tensors."""
     return any(buffer.will_change_memory for buffer in plan.buffers)
 
 

@@ -55,11 +55,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class CommHook:
-    """``function(state, bucket)`` starts the communication and returns a Future of the bucket's mean over the ranks.
-
-    Raises:
-        TypeError: ``function`` is not callable.
-    """
+    """``function(state, bucket)`` starts the communication and returns a Future of the bucket's mean over the ranks."""
 
     state: Any
     function: Callable[[Any, Any], Any]
@@ -78,12 +74,9 @@ class CommHook:
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of a wrapper. A copy of the wrapper has all of them but ``comm_hook``, whose state is not shared.
+    """The arguments of a wrapper; TypeError or ValueError for an unusable value.
 
-    ``by_environment``: only environment variables can set them, for :func:`all_reduce_gradients`.
-
-    Raises:
-        TypeError, ValueError: an unusable value; the text names the argument.
+    ``by_environment``: true for :func:`all_reduce_gradients`, where only environment variables can set them.
     """
 
     buffer_size: int = 2**28
@@ -130,11 +123,7 @@ class Settings:
 
     @argument_errors
     def with_hook(self, hook: CommHook) -> "Settings":
-        """These settings with a communication hook.
-
-        Raises:
-            ValueError: a hook is registered already, or an argument excludes hooks.
-        """
+        """ValueError if there is a hook already, or if an argument excludes hooks."""
         if self.comm_hook is not None:
             raise ValueError(
                 f"a communication hook is registered already: got {hook} after {self.comm_hook}, expected one; "
@@ -143,19 +132,15 @@ class Settings:
         return replace(self, comm_hook=hook)
 
     def how_to_check(self, setting: str) -> str:
-        """How the user passes ``setting`` of the checks: ``Checks(uneven=...)`` or ``LEGACY_DDP_CHECKS=uneven=...``."""
+        """``Checks(uneven=...)``, or ``LEGACY_DDP_CHECKS=uneven=...`` if only the environment can set it."""
         return f"{CHECKS_VARIABLE}={setting.replace(chr(34), '')}" if self.by_environment else f"Checks({setting})"
 
     def how_to_carry(self, transport: Transport) -> str:
-        """How the user chooses the transport."""
         return f"set {TRANSPORT_VARIABLE}={transport}" if self.by_environment else f'pass transport="{transport}"'
 
     @property
     def shared(self) -> dict[str, str]:
-        """The settings that must be equal on all ranks, as text.
-
-        A reaction on some ranks only is harmless if it is a warning.
-        """
+        """The settings that must be equal on all ranks, as text. Warnings on some ranks only do no harm."""
         nonfinite = self.checks.nonfinite_policy
         return {
             "buffer_size": str(self.buffer_size),
@@ -179,20 +164,12 @@ def _check_choice(name: str, value: object, allowed: Collection[str]) -> None:
 
 
 def names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
-    """The names in ``ignore``, and the names in torch DDP's list of ``module``.
-
-    Raises:
-        TypeError: as :func:`as_names`.
-    """
+    """The names in ``ignore``, and the names in torch DDP's list of ``module``. TypeError as :func:`as_names`."""
     return frozenset(as_names(ignore, "ignore")) | frozenset(getattr(module, _TORCH_DDP_IGNORE, ()))
 
 
 def check_ignored(module: nn.Module, ignore: Collection[str]) -> None:
-    """Refuse names without a parameter or buffer in ``module``, except in torch DDP's own list.
-
-    Raises:
-        ValueError: with the unknown names.
-    """
+    """ValueError for names that are neither in ``module`` nor in torch DDP's own list."""
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     unknown = sorted(set(ignore) - known - set(getattr(module, _TORCH_DDP_IGNORE, ())))
@@ -231,17 +208,16 @@ INSTEAD = {
 }
 _OF_TORCH = frozenset(inspect.signature(DistributedDataParallel).parameters)
 _REDUCER = "leave it out: there is no reducer with hooks in backward; the record of all_reduce() describes a call"
-# Attributes of fairseq's class that are neither here nor settings.
-_OF_FAIRSEQ = {
+# Assignments of scripts. Not here: ``device`` and ``logger`` of torch DDP, which scripts also use for attributes of
+# their own.
+ATTRIBUTES_INSTEAD = {
+    **{name: advice for name, advice in INSTEAD.items() if name not in ("check_reduction", "param_to_hook_all_reduce")},
+    # Attributes of fairseq's class.
     "buffer": "leave it out: the wrapper makes its flat tensors itself",
     "need_reduction": "leave it out: every call of all_reduce() outside of no_sync() reduces",
     "per_device_params": "leave it out: the first call after a change of the parameters groups them again",
-}
-# Assignments of scripts. Not here: ``device`` and ``logger`` of torch DDP, which are also names of scripts' own things.
-ATTRIBUTES_INSTEAD = {
-    **{name: advice for name, advice in INSTEAD.items() if name not in ("check_reduction", "param_to_hook_all_reduce")},
+    # Attributes of torch DDP.
     "_ddp_sink_clone": _REDUCER,
-    **_OF_FAIRSEQ,
     "_delay_all_reduce_all_params": _LATER,
     "_delay_all_reduce_params": _LATER,
     "_use_python_reducer": _REDUCER,
@@ -266,12 +242,9 @@ ATTRIBUTES_INSTEAD = {
 
 
 def refuse_attribute(target: type, name: str) -> None:
-    """Refuse an assignment that would do nothing: to an attribute that only torch DDP has, or to a setting.
+    """AttributeError for an assignment that would do nothing: to an attribute of torch DDP or fairseq, or to a setting.
 
-    A subclass may have an attribute of that name in its class. A property without a setter may be read.
-
-    Raises:
-        AttributeError: with Python's text for a missing attribute, and the alternative.
+    An attribute of a subclass may have such a name.
     """
     if name not in ATTRIBUTES_INSTEAD:
         return
@@ -289,12 +262,8 @@ def refuse_attribute(target: type, name: str) -> None:
 def in_their_places(
     world_size: int | Group | None, process_group: Group | int | None, buffer_size: int
 ) -> tuple[int | None, Group | None, int]:
-    """``world_size``, ``process_group`` and ``buffer_size``, if they may have come in the places of fairseq's newer
-    class, which has no ``world_size``: ``(module, process_group, buffer_size)``.
-
-    Raises:
-        TypeError: two groups, or two sizes of a buffer.
-    """
+    """``world_size``, ``process_group`` and ``buffer_size``, also from a call ``(module, process_group, buffer_size)``:
+    fairseq's newer class has no ``world_size``. TypeError for two groups, or two sizes of a buffer."""
     if not isinstance(world_size, Group):
         return world_size, process_group, buffer_size  # type: ignore[return-value]  # another type is refused later
     if process_group is None:
@@ -310,11 +279,7 @@ def in_their_places(
 def refuse_unknown(
     target: type, given: Iterable[str], *signatures: Callable[..., Any], instead: Mapping[str, str] = INSTEAD
 ) -> None:
-    """Refuse names in ``given`` without a parameter in the ``signatures`` of ``target``.
-
-    Raises:
-        TypeError: with all unknown names, and the alternative to each.
-    """
+    """TypeError, with advice, for names in ``given`` without a parameter in the ``signatures`` of ``target``."""
     parameters = [parameter for taken in signatures for parameter in inspect.signature(taken).parameters.values()]
     known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD} - {"self"}
     problems = []
@@ -332,20 +297,17 @@ def refuse_unknown(
 
 
 _TIMEOUT = "timeout_seconds"
-_NAMES_SEPARATOR = ":"
 
 
 def resolve_checks(checks: Level | Checks) -> Checks:
-    """The checks of the caller, with the level and the fields in ``LEGACY_DDP_CHECKS``.
-
-    Only the settings of the environment must have an effect at its level.
-    """
+    """The checks of the caller, with the level and the fields in ``LEGACY_DDP_CHECKS``."""
     asked = as_checks(checks)
     given = {name: value for name, value in _given().items() if name != _TIMEOUT}
     if not given:
         return asked
     try:
         found = replace(asked, **given)  # the constructor checks the values
+        # The settings of the environment alone: its level may make settings of the script ineffective.
         refuse_without_effect(Checks(**{**given, "level": found.level}))
     except (TypeError, ValueError) as error:
         raise ValueError(f"environment variable {CHECKS_VARIABLE}: {error}") from error
@@ -353,7 +315,7 @@ def resolve_checks(checks: Level | Checks) -> Checks:
 
 
 def resolve_timeout(seconds: float | None) -> float | None:
-    """The limit of a wait: ``timeout_seconds`` in ``LEGACY_DDP_CHECKS``, else of the caller."""
+    """``timeout_seconds`` of ``LEGACY_DDP_CHECKS``, else of the caller."""
     chosen = _given().get(_TIMEOUT, seconds)
     if chosen is not seconds and not is_duration(chosen):
         raise ValueError(
@@ -364,7 +326,7 @@ def resolve_timeout(seconds: float | None) -> float | None:
 
 
 def resolve_transport(transport: Transport) -> Transport:
-    """The transport to use: of the environment if ``LEGACY_DDP_TRANSPORT`` is set, else of the caller."""
+    """The transport in ``LEGACY_DDP_TRANSPORT``, else of the caller."""
     chosen = os.environ.get(TRANSPORT_VARIABLE)
     if chosen and chosen not in TRANSPORTS:
         raise ValueError(f"environment variable {TRANSPORT_VARIABLE}: got {chosen!r}, expected one of {TRANSPORTS}")
@@ -372,7 +334,6 @@ def resolve_transport(transport: Transport) -> Transport:
 
 
 def _given() -> dict[str, Any]:
-    """The settings in ``LEGACY_DDP_CHECKS`` by name."""
     given: dict[str, Any] = {}
     for item in filter(None, map(str.strip, os.environ.get(CHECKS_VARIABLE, "").split(","))):
         name, is_named, text = map(str.strip, item.partition("="))
@@ -390,22 +351,20 @@ def _given() -> dict[str, Any]:
 
 
 def _read_as(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A reader that leaves a text which is no value of ``kind`` as it is, for the error about the value."""
-
     def read(text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            return text
+            return text  # the constructor refuses it
 
     return read
 
 
 def _read_names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(_NAMES_SEPARATOR)))
+    return tuple(filter(None, text.split(":")))
 
 
-# Every field of Checks but the scaler, an object of the script.
+# Every field of Checks except the scaler, an object of the script.
 _READERS: dict[str, Callable[[str], Any]] = {
     **{item.name: str for item in fields(Checks) if item.name != "grad_scaler"},
     "every": _read_as(int),

@@ -7,16 +7,15 @@ from math import inf, nan
 from statistics import fmean, median
 from typing import NamedTuple
 
-# By chance, or with a batch shared on purpose, norms are equal in fewer calls. Ranks that read the same data have
-# equal norms in every call.
+# Ranks that read the same data have equal norms in every call; by chance, or with a shared batch, in fewer calls.
 SUSPICIOUS_CALLS = 10
 RECENT_NORMS = 32  # of a rank
 _EQUAL_NORMS = 5  # of the recent norms
 _NORM_TOLERANCE = 1e-5  # relative: the rounding of a clip, and the 1e-6 that torch adds to the norm
 
-TREND_CALLS = 100  # between two reports of a late rank
-_FEWEST_CALLS = 10  # of such a report: the first calls wait for compilers and caches
-_LEAST_SHARE = 0.05  # of the step: what a reader may gain by a repair
+TREND_CALLS = 100  # from one report of a late rank to the next
+_FEWEST_CALLS = 10  # for a report: the first calls wait for compilers and caches
+_LEAST_SHARE = 0.05  # of the step, which the user could save
 PARTS = {
     "data": "outside of forward and backward (data loading, optimizer step, logging)",
     "forward": "in forward",
@@ -28,10 +27,10 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Gradient noise of a call. The unit is an item: of ``sample_size``, or in a plain call a rank's contribution.
+    """Gradient noise of a call, per item: an item of ``sample_size``, or in a plain call the contribution of a rank.
 
     ``squared_norm``: estimate of ``|G|²``, for the gradient G of infinitely many items. ``noise``: estimate of tr(Σ),
-    the trace of the covariance of one item's gradient. Both are unbiased and very noisy, and may be negative: average
+    the trace of the covariance of one item's gradient. Both are unbiased but very noisy, and may be negative: average
     each over many steps before the division.
 
     Example:
@@ -44,7 +43,7 @@ class NoiseScale:
 
     @property
     def scale(self) -> float:
-        """``noise / squared_norm``: items in a batch with as much noise as signal; biased, see above."""
+        """``noise / squared_norm``: the items in a batch with as much noise as signal. Biased in a single call."""
         return self.noise / self.squared_norm if self.squared_norm else nan
 
 
@@ -60,7 +59,7 @@ def estimate_noise(local_norms: Sequence[float], sizes: Sequence[int], reduced_n
 
 
 def comparable_norm(norm: float | None, finite: bool | None) -> float | None:
-    """``norm`` if finite and not zero, otherwise None: then equality means nothing."""
+    """``norm`` if finite and not zero, otherwise None: equal norms then say nothing about the data."""
     return norm if finite and norm else None
 
 
@@ -82,13 +81,12 @@ def find_straggler(seconds_waited: Sequence[float]) -> tuple[int, float] | None:
 
 
 def _excess(seconds: Sequence[float], rank: int) -> float:
-    """The seconds of ``rank`` beyond the median of the other ranks."""
     return seconds[rank] - median([*seconds[:rank], *seconds[rank + 1 :]])
 
 
 class StepTimes(NamedTuple):
-    """Times of a step. ``parts``: of the keys of ``PARTS``, seconds of every rank. ``seconds``: of the whole step.
-    ``waited``: in the call at the end of the step, seconds of every rank."""
+    """Times of a step. ``parts``: by the keys of ``PARTS``, seconds of every rank. ``seconds``: of the whole step.
+    ``waited``: seconds of every rank in the call at the end of the step."""
 
     parts: Mapping[str, Sequence[float]]
     seconds: float
@@ -97,11 +95,11 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class LateRank:
-    """The rank for which the others wait again and again.
+    """The rank for which the others wait in many calls.
 
-    ``calls``: in which it was last, of ``of_calls``. ``seconds``: median over all calls of the wait of the other ranks
-    beyond its own wait. ``share``: of the step. ``part``: a key of ``PARTS``, in which the rank took ``part_seconds``
-    longer than the others (medians); empty if no part explains half of the wait, or if parts are not known.
+    It was last in ``calls`` of ``of_calls``. ``seconds``: how much longer the other ranks waited (median over all
+    calls). ``share``: of the step. ``part``: the key of ``PARTS`` in which the rank took ``part_seconds`` longer than
+    the others (medians); empty if no part explains half of the wait, or if parts are not known.
     """
 
     rank: int
@@ -113,7 +111,6 @@ class LateRank:
     part_seconds: float
 
     def __str__(self) -> str:
-        """A sentence for a log or a page."""
         where = f"rank {self.rank} takes {_ms(self.part_seconds)} longer than the others {PARTS.get(self.part)}"
         return (
             f"the other ranks waited for rank {self.rank} in {self.calls:,} of {self.of_calls:,} calls, "
@@ -127,7 +124,7 @@ def _ms(seconds: float) -> str:
 
 
 def find_late_rank(steps: Sequence[StepTimes]) -> LateRank | None:
-    """The late rank of these steps. None if no rank is last in half of the calls, or if the wait is short."""
+    """The late rank of ``steps``; None if no rank is last in half of the calls, or if the wait is short."""
     stragglers = [found[0] for step in steps if (found := find_straggler(step.waited))]
     if len(stragglers) < _FEWEST_CALLS:
         return None
@@ -138,21 +135,21 @@ def find_late_rank(steps: Sequence[StepTimes]) -> LateRank | None:
         return None
     longer = {part: median(_excess(step.parts[part], rank) for step in steps) for part in PARTS}
     part = max(longer, key=longer.__getitem__)
-    # Without a forward of the wrapper, or with checks off on the rank, there is a single part.
+    # Parts are known only with a forward of the wrapper, and with checks on.
     is_known = seconds <= 2 * longer[part] < inf and median(step.parts["forward"][rank] for step in steps) > 0
     named = (part, longer[part]) if is_known else ("", 0.0)
     return LateRank(rank, calls, len(steps), seconds, seconds / of_step if of_step else 1.0, *named)
 
 
 class LateRankTrend:
-    """Finds the late rank of every ``TREND_CALLS`` calls. The ranks tell the waits of a call in the next call."""
+    """Finds the late rank of every ``TREND_CALLS`` calls."""
 
     def __init__(self) -> None:
         self._last: StepTimes | None = None
         self._steps: list[StepTimes] = []
 
     def add(self, times: StepTimes, waited_before: Sequence[float]) -> LateRank | None:
-        """Add a step. ``waited_before``: in the call before, seconds of every rank."""
+        """Add a step. ``waited_before``: seconds of every rank in the call before, known only now."""
         if self._last is not None:
             self._steps.append(self._last._replace(waited=waited_before))
         self._last = times
@@ -169,14 +166,14 @@ class SameDataDetector:
         self._calls: deque[Sequence[float | None]] = deque(maxlen=SUSPICIOUS_CALLS)
 
     def add(self, norms: Sequence[float | None]) -> Groups:
-        """Add the comparable norms of a call. Returns the groups of ranks found, if any."""
+        """Add the comparable norms of a call. Returns the groups of ranks with equal norms."""
         if not equal_ranks(norms):
             self._calls.clear()
             return ()
         self._calls.append(norms)
         if len(self._calls) < SUSPICIOUS_CALLS:
             return ()
-        # A norm that never changes (of a bias under an L1 loss, for example) does not depend on the data.
+        # A norm that is the same in all calls (of a bias under an L1 loss, for example) does not depend on the data.
         return equal_ranks(
             [None if None in norms or len(set(norms)) == 1 else norms for norms in zip(*self._calls, strict=True)]
         )
@@ -189,6 +186,6 @@ class LimitDetector:
         self._recent: deque[float] = deque(maxlen=RECENT_NORMS)
 
     def add(self, norm: float) -> bool:
-        """Add the norm of a call. Returns whether the norm is at a limit."""
+        """Add the norm of a call. True if the norm is at a limit."""
         self._recent.append(norm)
         return sum(abs(each - norm) <= _NORM_TOLERANCE * norm for each in self._recent) >= _EQUAL_NORMS

@@ -1,10 +1,9 @@
 """Text on a page of 80 columns, texts of exceptions, and rows of ranks with their differences. Pure.
 
-Names and texts that are not of this library go to terminals, logs, files and messages to other ranks: the name of a
-host, of a module or a parameter, the text of an exception. They may hold escape sequences, newlines, marks that change
-the direction of the text, and lone surrogates of file names that are no UTF-8. :func:`printable` makes escapes of them,
-and every text passes through it on its way out. The text of an exception may also be megabytes, and its ``__str__``
-may raise: here it gets a bounded length.
+Names of hosts, modules and parameters and texts of exceptions go to terminals, logs, files and messages to other ranks.
+They may hold escape sequences, newlines, marks that change the direction of the text, and lone surrogates of file names
+that are no UTF-8. Every text therefore passes through :func:`printable` before it is shown or sent. The text of an
+exception may also be megabytes, and its ``__str__`` may raise.
 """
 
 import errno
@@ -17,7 +16,7 @@ from typing import TypeVar
 
 WIDTH = 80
 TIE = "\N{NO-BREAK SPACE}"
-# Characters. A rank quotes the text of every failed rank, and a watchdog's message may have 2**20 bytes.
+# In characters. A rank quotes the text of every failed rank, and a watchdog's message may have 2**20 bytes.
 MAX_LINE, MAX_TEXT = 1_000, 8_000
 _NUMBER_AT_END = re.compile(r"\((\d{1,4})\)$")
 _LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.splitlines()
@@ -41,7 +40,7 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The text with every line printable. For a text of this library, whose parts of other origin have no newlines."""
+    """The text with every line printable. For a text of this library, whose foreign parts are in one line each."""
     return "\n".join(map(printable, text.replace("\r\n", "\n").split("\n")))
 
 
@@ -61,8 +60,8 @@ def wrap(
 ) -> list[str]:
     """Lines of at most ``columns`` columns. ``deeper``: additional indent of all lines but the first.
 
-    ``break_words``: break a word that is longer than a line; without, its line is too long. ``ties``: every ``TIE`` in
-    the text becomes a space at which no line ends.
+    ``break_words``: false leaves the line of a longer word too long. ``ties``: every ``TIE`` in the text becomes a
+    space at which no line ends.
     """
     lines = textwrap.wrap(
         TIE.join(map(printable, text.split(TIE))) if ties else printable(text),
@@ -76,7 +75,7 @@ def wrap(
 
 
 def shorten(text: str, columns: int) -> str:
-    """The text; beginning and end of a text longer than ``columns``."""
+    """The text, or the beginning and the end of a text longer than ``columns``."""
     text = printable(text)
     if len(text) <= columns:
         return text
@@ -85,7 +84,7 @@ def shorten(text: str, columns: int) -> str:
 
 
 def table(rows: Iterable[tuple[str, ...]], indent: str = "  ") -> list[str]:
-    """Columns as wide as their widest cell; the last column is cut at the end of the page."""
+    """Lines with columns as wide as their widest cell; the last column is cut at the end of the page."""
     rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]) - 1)]
     lines = []
@@ -96,7 +95,7 @@ def table(rows: Iterable[tuple[str, ...]], indent: str = "  ") -> list[str]:
 
 
 def first_few(texts: Sequence[object], limit: int, more: str = "... {} more") -> list[str]:
-    """The first ``limit`` texts, and ``more`` with the number of the others, if there are others."""
+    """The first ``limit`` texts, and ``more`` with the number of the others, if any."""
     others = len(texts) - limit
     return [*map(str, texts[:limit]), *([more.format(others)] if others > 0 else [])]
 
@@ -122,23 +121,18 @@ def how_to_explain(name: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Type and text: ``ValueError: text``; the type alone without a text. Never raises."""
+    """``ValueError: text``; the type alone without a text. Never raises."""
     return _cut(_with_type(error, _text_of(error)), MAX_TEXT)
 
 
 def error_line(error: BaseException) -> str:
-    """Type and first line: ``ValueError: first line``; the type alone without a text. Never raises.
-
-    Without the colon in front of further lines.
-    """
+    """``ValueError: first line``; the type alone without a text. Never raises."""
     return _with_type(error, first_line(error).removesuffix(":"))
 
 
 def system_error_text(error: OSError | RuntimeError) -> str:
-    """Why a system call failed, in a line: for one cause one text, whichever call met it. Never raises.
-
-    torch has a RuntimeError for a failed call, with the number of the error in brackets at the end.
-    """
+    """Why a system call failed, in a line: the same text for a cause, in whichever call it occurs. Never raises."""
+    # torch raises a RuntimeError, with the number of the error in brackets at the end.
     at_end = _NUMBER_AT_END.search(first_line(error))
     number = error.errno if isinstance(error, OSError) else at_end and int(at_end[1])
     return _LIMITS.get(number or 0) or error_line(error)
@@ -175,7 +169,7 @@ class Difference:
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """The ranks outside the strict majority; empty without a majority, because then no rank can be blamed."""
+        """The ranks outside the strict majority; empty without a majority."""
         return outside_majority([ranks for _, ranks in self.holders])
 
     @property
@@ -194,7 +188,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """All differences between the rows; false without a difference."""
+    """All differences between the rows; false if there are none."""
 
     differences: tuple[Difference, ...]
 
@@ -203,7 +197,7 @@ class Finding:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks outside the majority in any of the differences."""
+        """The suspects of all differences."""
         return tuple(sorted({rank for difference in self.differences for rank in difference.suspects}))
 
     def __str__(self) -> str:
@@ -213,20 +207,17 @@ class Finding:
 def compare_rows(rows: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None) -> Finding:
     """Compare the rows item by item. An item that is missing in a row has the value ``nothing`` there.
 
-    ``rows[i]``: item -> value, of rank i, or of ``ranks[i]`` if given. Differences keep the order in which the items
+    ``rows[i]``: item -> value, of rank i, or of ``ranks[i]`` if given. Differences are in the order in which the items
     first appear.
     """
-    if rows and rows.count(rows[0]) == len(rows):  # as in a call without a mismatch: no more time for it
+    if rows and rows.count(rows[0]) == len(rows):  # the usual case, in little time
         return Finding(())
     of_ranks = range(len(rows)) if ranks is None else ranks
     return compare_groups([(row, (rank,)) for row, rank in zip(rows, of_ranks, strict=True)])
 
 
 def compare_groups(groups: Sequence[tuple[Mapping[str, str], Sequence[int]]]) -> Finding:
-    """Compare rows item by item, as :func:`compare_rows`. ``groups``: each row with the ranks that have the row.
-
-    Items are compared once for each row, whatever the number of its ranks.
-    """
+    """As :func:`compare_rows`. ``groups``: each row once, with the ranks that have the row."""
     differences = []
     for name in dict.fromkeys(name for row, _ in groups for name in row):
         values = [row.get(name, MISSING) for row, _ in groups]
@@ -238,7 +229,7 @@ def compare_groups(groups: Sequence[tuple[Mapping[str, str], Sequence[int]]]) ->
 def group_ranks(
     values: Sequence[_Value], ranks: Sequence[int] | None = None
 ) -> tuple[tuple[_Value, tuple[int, ...]], ...]:
-    """Each value with its ranks, most ranks first; of equal numbers the lowest rank first.
+    """Each value with its ranks, most ranks first; with equal numbers, the lowest rank first.
 
     ``values[i]``: of rank i, or of ``ranks[i]`` if given.
     """
@@ -256,7 +247,7 @@ def _merge(groups: Iterable[tuple[_Value, Sequence[int]]]) -> tuple[tuple[_Value
 
 
 def outside_majority(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks of all groups but the first, the largest; empty unless more than half of all ranks are in it."""
+    """The ranks of all groups but the first, the largest; empty if at most half of all ranks are in the largest."""
     others = sorted(rank for group in groups[1:] for rank in group)
     return tuple(others) if len(groups[0]) > len(others) else ()
 

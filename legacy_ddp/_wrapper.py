@@ -66,30 +66,32 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
 
     Args:
         module: the module to train, later ``.module``: state-dict keys begin with ``module.``, as under torch DDP. For
-            type checkers the wrapper is generic in its class: ``LegacyDistributedDataParallel[torch.nn.Linear]`` has a
-            ``.module`` of that class, and the bare name one of class ``torch.nn.Module``.
+            type checkers the wrapper is generic in the class of the module:
+            ``LegacyDistributedDataParallel[torch.nn.Linear]``, by default ``torch.nn.Module``.
         world_size: deprecated, with a DeprecationWarning: it is only compared with the size of the group. Leave it out,
-            and pass the other arguments by keyword. It is here because the class of fairseq had it in this place; the
-            places of the newer class, ``(module, process_group, buffer_size)``, are understood, too.
+            and pass the other arguments by keyword. The class of fairseq had it in this place. The positions of the
+            newer class, ``(module, process_group, buffer_size)``, are understood, too.
         process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group. Ranks are counted
             inside the group. Assignable between steps.
-        buffer_size: maximum number of elements per collective. Changes no result, except the rounding of a sum over
-            gloo: from three ranks on, its order of addition may depend on the place of an element.
+        buffer_size: maximum number of elements per collective. Changes no result except the rounding of sums over gloo:
+            with three or more ranks, the order of addition may depend on the position of an element.
         init_sync: copy all parameters (also frozen ones) and buffers of rank 0. False: the caller guarantees equality.
-        gradient_as_bucket_view: after a call ``.grad`` is a view of one flat tensor per device and dtype, without a
-            copy in the next call; on CPU, from 64 KiB on, already in ``backward()``, unless something holds it.
-            A kept gradient keeps its flat tensor, and a part of a larger tensor of the script stays ``.grad``. False: a
-            second copy of all gradients, copied in and out, to the tensors in ``.grad``.
+        gradient_as_bucket_view: after a call ``.grad`` is a view of one flat tensor per device and dtype, and the next
+            call copies nothing. On CPU, from 64 KiB on, ``backward()`` already makes the views, unless something holds
+            the gradient. A gradient that the script keeps also keeps its flat tensor. A part of a larger tensor of the
+            script stays ``.grad``. False: a call copies all gradients to a second set of tensors, and the results back
+            to the tensors in ``.grad``.
         reduce_dtype: floating dtype for the exchange of real gradients over gloo, also between hosts; None: the
             gradient's dtype, but fp32 for fp16. In shared memory sums are made in at least this dtype, and fp32.
-        reproducible: add gradients in an order that depends on the micro-batches of the step alone: every split over
+        reproducible: add gradients in an order that depends only on the micro-batches of the step: every split over
             ranks gives the same bits. Needs ``sample_size`` and one :meth:`no_sync` block per micro-batch except the
             last; docs/reproducible.md shows the loop. Takes no sparse gradient, no ``skip`` and no ``reduce_dtype``.
             Needs up to log2(micro-batches per rank) + 2 copies of all gradients, fp32 for fp16.
         absent_gradients: where no rank has a gradient, for instance of a layer that all ranks drop: ``"none"`` leaves
-            None, and a step leaves the weight alone; ``"zeros"`` gives zeros to every rank, as the class of fairseq
-            did, and momentum and weight decay go on. Nothing more is sent. It stays None if no rank takes part, and
-            once an earlier call on the group has left a sparse gradient there. Must be equal on all ranks.
+            None, so that a step does not change the weight; ``"zeros"`` gives zeros to every rank, as the class of
+            fairseq did, so that momentum and weight decay change it. Nothing more is sent. The gradient stays None if
+            no rank takes part, and after an earlier call on the group left a sparse gradient there. Must be equal on
+            all ranks.
         ignore: names of parameters and buffers to leave out of every exchange and check, in addition to torch DDP's
             list in the module (``_ddp_params_and_buffers_to_ignore``). They stay in ``state_dict()``.
         transport: the carrier of dense gradients on CPU, equal on all ranks. ``"auto"``: memory shared by the ranks of
@@ -175,7 +177,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
                 self.broadcast_parameters()
                 self.broadcast_buffers()
             self._synchronizer.note_new_buffers()
-        if size is not None:  # last, so that a warning that is an error reaches all ranks alike
+        if size is not None:  # at the end: where a filter makes it an error, all ranks have completed the construction
             warnings.warn(_WORLD_SIZE, DeprecationWarning, stacklevel=script_level())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +199,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         """Average the gradients over the ranks; afterwards ``.grad`` holds the same bits on every rank.
 
         Collective: once per step, on every rank, in this order:
-        scale → backward → **all_reduce** → ``unscale_()`` → clip → step. In a later place, ranks would skip or clip
+        scale → backward → **all_reduce** → ``unscale_()`` → clip → step. In another order, ranks would skip or clip
         differently, and replicas would diverge. Inside :meth:`no_sync` it does nothing.
 
         ========================  ==================================================================================
@@ -211,10 +213,11 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         ``absent_gradients="zeros"``). Sparse gradients stay sparse.
         All gradients since the last call count, also gradients assigned or edited by hand (with ``reproducible=True``
         an edit changes the micro-batch in ``.grad``). A repeated plain call averages equal values, which may change the
-        last bit (up to half of the fp32 elements at 5 to 7 ranks). A repeated call with ``sample_size`` would divide
-        twice. It is an error if it shows: no backward since, and every gradient is still the view of the last call; or
-        a backward was added to the result of the last call, because ``zero_grad()`` is missing. A plain call then adds
-        the mean of the new gradients to that result. A tensor assigned to ``.grad`` is never taken for a result.
+        last bit (of up to half of the fp32 elements at 5 to 7 ranks). A repeated call with ``sample_size`` would divide
+        twice. Two cases of it are an error: no backward since, and every gradient is still the view of the last call;
+        or a backward was added to the result of the last call, because ``zero_grad()`` is missing. In the second case a
+        plain call adds the mean of the new gradients to that result. A tensor that the script assigns to ``.grad`` is
+        never taken for a result.
 
         Args:
             sample_size: number of items in this rank's gradient sums; a whole number of Python, NumPy or torch, also in
@@ -238,22 +241,22 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             EditedGradientError: clipped or unscaled before the call; only with ``Checks(edited="raise")``.
             CommHookError: a hook (:meth:`register_comm_hook`) returned no usable gradient.
             TransportError: shared memory was asked for, and is not possible, or not any more.
-            LostPeerError: a rank did not answer; the group is lost. In phases ``hook`` and ``payload`` (on the host
-                transport also in ``agree`` and ``metrics``) every ``.grad`` becomes None.
+            LostPeerError: a rank did not answer; the group is not usable any more. In phases ``hook`` and ``payload``
+                (on the host transport also in ``agree`` and ``metrics``) every ``.grad`` becomes None.
 
         After all errors but LostPeerError every ``.grad`` is unchanged on every rank, and the next call may succeed.
         """
-        synchronizer, arguments = self._synchronizer, Arguments(sample_size, skip, metrics)
+        synchronizer, group = self._synchronizer, self._group.resolve()
         if synchronizer.policy.open_blocks:
-            return synchronizer.idle_call(self._group.resolve())
+            return synchronizer.idle_call(group)
         # Not ``self.module``, which is found by a search in Python.
         parameters = partial(synchronizer.planner.walk.columns, cast(nn.Module, self._modules["module"]))
-        group = self._group.resolve()
+        arguments = Arguments(sample_size, skip, metrics)
         notice = None if self._joining is None else self._notify
         try:
             record = all_reduce(synchronizer, parameters, group, arguments, notice=notice)
         except BaseException:
-            self._joining = None  # an error in a call ends the join, and torch's Join does not learn of it
+            self._joining = None  # an error in a call ends the join, without torch's Join
             raise
         return synchronizer.end_call(record)
 
@@ -272,8 +275,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     def broadcast_buffers(self, src: int = 0) -> None:
         """Collective: copy the buffers of rank ``src`` of the group to every rank, for instance before evaluation.
 
-        No other method synchronises buffers: BatchNorm statistics drift apart between two calls. A forward in eval mode
-        with such statistics is warned of, once and on rank 1.
+        No other method synchronises buffers: between two calls, BatchNorm statistics of ranks become different. The
+        first forward in eval mode with such statistics gives a warning on rank 1.
 
         Raises: as :meth:`all_reduce`; ValueError: ``src`` is not in the group.
         """
@@ -285,10 +288,10 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         """Make :meth:`all_reduce` a no-op inside the block; a step there is local. Nests; survives exceptions.
         Blocks of several threads may overlap: calls do nothing until the last block has ended.
 
-        With ``reproducible=True`` an outermost block is one micro-batch: at its end the gradients are taken away
-        (``.grad`` is None again, or zeros) and kept for the call. ``zero_grad()`` between blocks drops them, if it
-        reaches the smallest parameter. After an exception in a block, or a backward outside of a block and then a
-        block, the next call raises on all ranks. A block without a backward counts as a micro-batch of zeros.
+        With ``reproducible=True`` an outermost block is one micro-batch. At its end the wrapper keeps the gradients for
+        the call, and ``.grad`` is None again, or zeros. ``zero_grad()`` between blocks drops them, if it reaches the
+        smallest parameter. After an exception in a block, or a backward outside of a block and then a block, the next
+        call raises on all ranks. A block without a backward counts as a micro-batch of zeros.
 
         Raises:
             LegacyDDPError: with ``reproducible=True``, a block of another thread is open. The next call raises on all
@@ -309,8 +312,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
 
     @property
     def accumulate_grads(self) -> bool:
-        """Whether a :meth:`no_sync` block is open. The attribute of fairseq's class: an assignment of True opens a
-        block without an end, and an assignment of False ends it. A copy of the wrapper has no open block.
+        """Whether a :meth:`no_sync` block is open. As in fairseq's class, an assignment of True opens a block, and an
+        assignment of False ends it. A copy of the wrapper has no open block.
 
         Raises:
             TypeError: the value is not True or False.
@@ -337,23 +340,23 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             )
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]) -> None:
-        """Let ``hook(state, bucket)`` reduce the dense gradients in place of the default sum; fits torch DDP's hooks.
+        """Let ``hook(state, bucket)``, as for torch DDP, reduce the dense gradients in place of the default sum.
 
-        Once, and equally on every rank before the next call: different hooks are a LayoutError there. In every call
-        with participants the hook gets one bucket per device and dtype, in the same order on all ranks, with the
-        methods of ``torch.distributed.GradBucket``. ``bucket.buffer()`` is a copy of the gradients, shape (elements,),
-        zeros without a gradient. The hook returns a Future of the *mean over the group*, a tensor of the same shape and
-        dtype (or the dtype of ``bucket.set_buffer()``). With skipped ranks or ``sample_size``, the result is multiplied
-        by group size / divisor. Sparse gradients do not go through the hook. A copy of the wrapper has no hook; the
-        caller saves ``state`` in checkpoints.
+        Register one hook, and the same hook on every rank before the next call: different hooks are a LayoutError
+        there. In every call with participants the hook gets one bucket per device and dtype, in the same order on all
+        ranks, with the methods of ``torch.distributed.GradBucket``. ``bucket.buffer()`` is a copy of the gradients,
+        shape (elements,), zeros without a gradient. The hook returns a Future of the *mean over the group*, a tensor of
+        the same shape and dtype (or the dtype of ``bucket.set_buffer()``). With skipped ranks or ``sample_size``, the
+        result is multiplied by group size / divisor. Sparse gradients do not go through the hook. A copy of the wrapper
+        has no hook; the caller saves ``state`` in checkpoints.
 
         Args:
             state: first argument of the hook. For torch's default hooks: the process group; None means the default
                 group and not :attr:`process_group`.
-            hook: runs inside :meth:`all_reduce`, on the caller's thread, and makes its own collectives. A rank that
-                raises in the hook loses the group, and the other ranks raise a LostPeerError that names this rank: at
-                once if they wait for their Future, but not out of a collective that blocks inside the hook. Their
-                processes then end after the collectives that their hooks have begun; docs/faults.md has the limits.
+            hook: runs inside :meth:`all_reduce`, on the caller's thread, and makes its own collectives. If it raises on
+                a rank, the other ranks raise a LostPeerError that names this rank: at once if they wait for their
+                Future, but not out of a collective that blocks inside the hook. The group is not usable any more.
+                Processes end only after the collectives that their hooks have begun; docs/faults.md has the limits.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -366,8 +369,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     def on_sync(self, callback: Callable[[SyncRecord], object]) -> RemovableHandle:
         """Call ``callback(record)`` on this rank after every successful :meth:`all_reduce`; for logs and plots.
 
-        An exception of the callback leaves :meth:`all_reduce`, with the gradients reduced. A copy has no callback. The
-        returned handle has ``remove()``.
+        If the callback raises, :meth:`all_reduce` raises its exception, with the gradients reduced. A copy of the
+        wrapper has no callback. The returned handle has ``remove()``.
 
         Raises:
             TypeError: ``callback`` is not callable.
@@ -401,11 +404,11 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         return "\n".join(lines)
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
-        """As of every module. The AttributeError about a name that the wrapped module has says where it is."""
+        """As of every module. If the wrapped module has the name, the AttributeError says so."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            module = self.__dict__.get("_modules", {}).get("module")  # none yet in an object that is being copied
+            module = self.__dict__.get("_modules", {}).get("module")  # None in an object that is being copied
             if not _has(module, name):
                 raise
             raise AttributeError(
@@ -416,14 +419,14 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of every module. Assignments that would do nothing, to the arguments of the constructor but ``module`` and
-        ``process_group`` and to settings of torch DDP, are an AttributeError."""
+        """As of every module, except an AttributeError where an assignment would do nothing: to the arguments of the
+        constructor but ``module`` and ``process_group``, and to settings of torch DDP."""
         refuse_attribute(type(self), name)
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Module and settings. The first collective of the copy makes all state of the process again."""
-        # Wrapper[Class](...) leaves its types in __orig_class__, and some of them have no pickle.
+        # Module and settings: the first collective of the copy makes the rest again. Wrapper[Class](...) leaves its
+        # types in __orig_class__, and some of them have no pickle.
         left_out = ("_joining", "_accumulation", "__orig_class__")
         own = {name: value for name, value in self.__dict__.items() if name not in left_out}
         settings = replace(self._settings, comm_hook=None)
@@ -432,7 +435,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._synchronizer = Synchronizer(self._settings, self, module=self.module)
-        with suppress(ValueError):  # raised by the first collective; the plan counts backward passes until then
+        with suppress(ValueError):  # the first collective raises it; until then the plan counts backward passes
             self._plan()
 
     def _plan(self) -> Plan:
@@ -440,7 +443,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
 
 
 def _has(module: nn.Module | None, name: str) -> bool:
-    """Whether a module has an attribute, without its properties being run."""
+    """As hasattr(), without running the properties of the module."""
     if module is None or name.startswith("__"):
         return False
     own = (module.__dict__, module._parameters, module._buffers, module._modules)
@@ -462,7 +465,8 @@ def _group_lines(group: GroupHandle, transport_text: Callable[[dist.ProcessGroup
     with suppress(ValueError, TypeError, RuntimeError):  # no group, or a destroyed group
         found = group.resolve()
         lines = [f"group: rank {dist.get_rank(found)} of {dist.get_world_size(found)}, {dist.get_backend(found)}"]
-        return lines + [f"transport: {text}" for text in [transport_text(found)] if text]
+        text = transport_text(found)
+        return [*lines, f"transport: {text}"] if text else lines
     return ["group: none available"]
 
 

@@ -1,4 +1,4 @@
-"""Data and random numbers that depend on the micro-batches of a step alone, not on their split over ranks."""
+"""Data and random numbers that depend on the micro-batches of a step, and not on their split over ranks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,12 +20,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
     """Batches of indices for ``DataLoader(dataset, batch_sampler=...)``: one item is one micro-batch of this rank.
 
     An optimizer step takes ``micro_batches_per_step`` micro-batches of ``micro_batch_size`` samples each. The samples
-    and their order follow from ``seed`` and the epoch alone. Of the M micro-batches of a step, rank r of W takes
-    numbers r M/W to (r + 1) M/W - 1. Samples left at the end of an epoch, fewer than a step needs, are not used.
+    and their order depend only on ``seed`` and the epoch. Of the M micro-batches of a step, rank r of W takes numbers
+    r M/W to (r + 1) M/W - 1. If fewer samples than a step needs are left at the end of an epoch, they are not used.
 
-    An iteration starts at the position and ends with the epoch; the next iteration begins the next epoch. Worker
-    processes of a DataLoader read ahead, and the position moves with the reading: after an unfinished iteration set the
-    position to that of the training, with ``load_state_dict(state_dict(global_step=...))``.
+    An iteration starts at the position and ends with the epoch; the next iteration begins the next epoch. The position
+    moves as indices are read, and worker processes of a DataLoader read ahead. After an unfinished iteration set it to
+    the position of the training, with ``load_state_dict(state_dict(global_step=...))``.
 
     Args:
         dataset_length: number of samples.
@@ -36,7 +36,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rank, world_size: default: of the default process group, or of a single process without a group.
 
     Raises:
-        TypeError, ValueError: an unusable value, also a split of the micro-batches over ranks that
+        TypeError, ValueError: an unusable value, or a split of the micro-batches over ranks that
             ``reproducible=True`` cannot add in one order; the text lists the possible splits.
 
     Example:
@@ -91,7 +91,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         self._epoch = 0
         self._step = 0  # in the epoch: the first step not handed out completely
-        self._moves = 0  # of the position, except by the running iteration
+        self._moves = 0  # of the position, without those of the running iteration
 
     @property
     def steps_per_epoch(self) -> int:
@@ -137,7 +137,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 yield order[start : start + self._size].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``. In the middle of ``epoch`` the position stays, for a resumed loop.
+        """Go to the start of ``epoch``. In the middle of ``epoch`` the position does not change, for a resumed loop.
 
         Raises:
             TypeError, ValueError: ``epoch`` is no int of at least 0.
@@ -151,7 +151,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """The position, and the arguments that determine the content.
 
         ``global_step``: optimizer steps since the start of epoch 0; needed if worker processes of the DataLoader read
-        ahead of the training. Default: the steps handed out completely.
+        ahead. Default: the steps of which all indices were read.
 
         Raises:
             TypeError, ValueError: ``global_step`` is no int of at least 0.
@@ -190,7 +190,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 @contextmanager
 def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
-    """Random numbers inside the block, for instance dropout masks, depend on the three arguments alone.
+    """Random numbers inside the block, for instance dropout masks, depend only on the three arguments.
 
     ``step``: number of the optimizer step, from 0. ``index``: number of the micro-batch in the step of all ranks, as in
     :attr:`GlobalBatchSampler.micro_batches`. ``seed``: of the training. The block seeds torch's generators of the CPU
@@ -222,7 +222,7 @@ def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
 
 
 def _seed(*parts: object) -> int:
-    """A seed. Torch's generator for the CPU uses 32 bits of it, so two of many seeds coincide."""
+    # Torch's generator for the CPU uses 32 bits of a seed, so two of many seeds may be equal.
     return fingerprint(repr(parts).encode()) % 2**63
 
 

@@ -1,4 +1,4 @@
-"""The collective call: plan → pack → facts → agree → compare → route → reduce → alias → end → record."""
+"""The steps of all_reduce(): plan → pack → facts → agree → compare → route → reduce → alias → end → record."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -34,8 +34,8 @@ def all_reduce(
 ) -> SyncRecord:
     """Collective: reduce gradients. Each line is a step; docs/design.md says what each step guarantees.
 
-    ``parameters``: returns every parameter with all its names. ``flags``: further flags of the header. ``notice``:
-    starts the collective of join() before the header.
+    ``parameters``: returns every parameter with all its names. ``flags``: added to the header. ``notice``: starts the
+    collective of join() that comes before the header.
     """
     planner, leaves = synchronizer.planner, synchronizer.leaves
     synchronizer.policy.clock.begin()
@@ -79,7 +79,7 @@ def _prepare(
     arguments: Arguments,
     flags: int,
 ) -> LocalStep:
-    """Local: plan, pack, and write the facts of this rank. Observers see the local gradients."""
+    """Local: plan, pack, show the local gradients to observers, and write the facts of this rank."""
     if not call.groups.endpoints_exchanged:
         call.prepare_watchdog()
     planner, local, checks = synchronizer.planner, synchronizer.observers.local, synchronizer.checks
@@ -128,7 +128,6 @@ def _exchange(
 
 
 def _end(synchronizer: Synchronizer, step: LocalStep) -> None:
-    """Begin with the next step: every parameter has its new gradient."""
     if synchronizer.leaves is not None:
         synchronizer.leaves.end_step()
     synchronizer.policy.clock.end_call()
@@ -146,7 +145,6 @@ def _record(
     reduced: Payload,
     metrics: Mapping[str, float],
 ) -> SyncRecord:
-    """Ask the checks of rank 0, make the record, log the call and notify the observers."""
     call, divisor = step.call, agreement.divisor
     checks, observers = synchronizer.checks, synchronizer.observers
     if call.groups.rank == 0:

@@ -1,4 +1,4 @@
-"""The comparison of ranks in the constructor, and the broadcast of the tensors of a source rank. Collective."""
+"""Comparison of the ranks in the constructor, and broadcasts of parameters and buffers. Collective."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -11,13 +11,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._call.state import Synchronizer
 from legacy_ddp._call.transport_choice import Transport
 from legacy_ddp._log import check_variables
-from legacy_ddp._memory.layout import (
-    Named,
-    build_inventory,
-    check_dense,
-    distinct,
-    inventory_digest,
-)
+from legacy_ddp._memory.layout import Named, build_inventory, check_dense, distinct, inventory_digest
 from legacy_ddp._memory.plan import Plan, parameter_columns
 from legacy_ddp._ranks.agree import agree, announcing_failures
 from legacy_ddp._ranks.call import Call, check_can_communicate
@@ -26,7 +20,7 @@ from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp._settings import Settings, check_ignored
 from legacy_ddp._torch import device as devices
 
-CHUNK_BYTES = 32 * 2**20  # of one collective: more would need more memory for copies
+CHUNK_BYTES = 32 * 2**20  # sent by one collective: larger chunks would need more memory for their copies
 
 
 def construct(
@@ -42,7 +36,7 @@ def construct(
 ) -> None:
     """Check the arguments, plan, and compare the plan over the ranks.
 
-    ``problem``: an earlier error, raised here to announce the error to the other ranks. ``wrapper``: a class
+    ``problem``: an earlier error of this rank, raised here so that the other ranks learn of it. ``wrapper``: a class
     forbidden inside ``module``.
 
     Raises:
@@ -102,13 +96,12 @@ def _broadcast(
     kind: str,
     src: int,
 ) -> None:
-    """Collective: give every rank the bits of rank ``src``'s tensors, of any dtype and strides.
+    """Collective: give every rank the bits of the tensors of rank ``src``, of any dtype and strides.
 
-    Raises:
+    Raises, before anything is written:
         ValueError: ``src`` is not a rank of the group, or a tensor is not dense or has no memory of its own (PeerError
             if only on some ranks).
         LayoutError: ranks hold different tensors. DesyncError: ranks are in different calls or pass different ``src``.
-            Nothing is written in either case.
     """
     with torch.no_grad(), synchronizer.call(operation, group) as call:
         with announcing_failures(call):
@@ -134,8 +127,7 @@ def _broadcast(
 
 
 def _check_memory(item: Named, *, kind: str) -> None:
-    """Refuse a tensor that wraps other tensors: its address, which gloo would read, is that of nothing."""
-    if internals.wraps_others(item.tensor):
+    if internals.wraps_others(item.tensor):  # its address, which gloo would read, is not that of its elements
         raise ValueError(
             f"{kind} {item.name!r} is a {type(item.tensor).__name__} without memory of its own, expected a plain "
             "tensor; list it in ignore="
@@ -172,10 +164,9 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with a single element per memory location: an expanded dimension is written once. Integers in place of
-    quantized elements."""
+    """A view that has each memory location once. A quantized tensor as its integers."""
     tensor = internals.integers_of(tensor.detach()) if tensor.is_quantized else tensor.detach()
     for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:
+        if stride == 0 and tensor.shape[dimension] > 1:  # expanded: all indices are the same memory
             tensor = tensor.narrow(dimension, 0, 1)
     return tensor

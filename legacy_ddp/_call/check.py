@@ -1,14 +1,14 @@
-"""The interface of a check, and rows of numbers from a device for the checks that do not wait for it.
+"""The interface of a check, and rows of numbers from a device for checks that do not wait for the device.
 
-A check gives the facts of a rank, and the errors and warnings that follow from the facts of all.
+A check gives the facts of its rank, and the errors and warnings that follow from the facts of all ranks.
 
-In every call the device computes numbers and copies them, as a part of a row, to memory of the host. A part has its
-serial number at both ends: the host sees in memory alone, without a call into the driver, that the part is complete.
+In every call the device computes numbers and copies them to memory of the host: the parts of a row. A part begins and
+ends with its serial number. So the host sees that a part is complete by reading memory, without a call of the driver.
 
-Rows are complete at different times on the ranks. So the header of a call carries the newest complete row of a rank,
-and all ranks judge the rows up to the lowest of these numbers, in the same call. Rows are numbered by the calls on
-which all ranks have agreed: the number of a call is used again after an agreed error, and the row of such a call is
-dropped.
+Rows are complete at different times on the ranks. So the header of a call carries the number of the newest complete
+row of a rank, and in this call all ranks judge the rows up to the lowest of these numbers. A row has the number of its
+call, among the calls on which all ranks have agreed. After an agreed error, the next call has the same number, and the
+row of the failed call is dropped.
 """
 
 import weakref
@@ -33,19 +33,16 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._steps.backward_counter import BackwardCounter
 from legacy_ddp._torch import device as devices
 
-RING_SIZE = 8  # rows on the way; with more the host waits
+RING_SIZE = 8  # with so many incomplete rows the host waits before it adds another
 _serials = count(1)  # of parts
 
 
 @dataclass(frozen=True)
 class Part:
-    """Integers of a device in memory of the host: serial, the integers, serial.
-
-    ``answer``: the same on the device. Its memory is not used for anything else before the copy has run.
-    """
+    """Integers of a device in memory of the host: serial, the integers, serial."""
 
     host: torch.Tensor
-    answer: torch.Tensor
+    answer: torch.Tensor  # the same on the device, kept so that its memory is not used again before the copy has run
     serial: int
 
     def is_complete(self) -> bool:
@@ -53,7 +50,7 @@ class Part:
 
     @property
     def integers(self) -> torch.Tensor:
-        """The integers, of 32 bits, in memory that is used again for other rows."""
+        """The integers, of 32 bits. Other rows will use their memory again."""
         return self.host[1:-1]
 
 
@@ -62,32 +59,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row(Generic[T]):
-    """The numbers of a call. ``number``: of the call, among the calls on which all ranks have agreed. ``subject``: what
-    the numbers are about."""
-
-    number: int
-    subject: T
+    number: int  # of the call, among the calls on which all ranks have agreed
+    subject: T  # what the numbers are about
     parts: Sequence[Part]
 
 
 class Ring(ABC, Generic[T]):
-    """The rows of a wrapper on a process group.
-
-    ``agreed``: number of calls on which all ranks have agreed, equal on all ranks. ``ready``: the newest complete row
-    of this rank. ``waiting``: rows that are not complete.
-    """
+    """The rows of a wrapper on a process group."""
 
     def __init__(self) -> None:
-        self.agreed = self.ready = 0
-        self.waiting: deque[Row[T]] = deque()
+        self.agreed = 0  # calls on which all ranks have agreed; equal on all ranks
+        self.ready = 0  # number of the newest complete row of this rank
+        self.waiting: deque[Row[T]] = deque()  # rows that are not complete
         self._free: list[torch.Tensor] = []  # memory of the host
 
     @abstractmethod
     def take(self, row: Row[T]) -> None:
-        """Read a complete row. Its memory is used again."""
+        """Read a complete row, whose memory other rows will use again."""
 
     def begin_part(self, integers: torch.Tensor) -> Part:
-        """Copy integers of 32 bits, one dimension on a device, to the host. The host does not wait."""
+        """Start to copy integers, a device tensor of 32 bits and one dimension, to the host. The host does not wait."""
         serial, device = next(_serials) % (2**31 - 1) + 1, integers.device
         end = torch.full((1,), serial, dtype=torch.int32, device=device)
         answer = torch.cat([end, integers, end])
@@ -96,7 +87,7 @@ class Ring(ABC, Generic[T]):
         return Part(host, answer, serial)
 
     def add(self, subject: T, parts: Sequence[Part]) -> None:
-        """Add the row of the present call, before the ranks agree on it."""
+        """Add the row of the present call, on which the ranks have not agreed yet."""
         if len(self.waiting) >= RING_SIZE:
             self.wait()
         self.waiting.append(Row(self.agreed + 1, subject, parts))
@@ -123,7 +114,7 @@ class Ring(ABC, Generic[T]):
         self.look()
 
     def _memory(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Memory of the host for a part. A late copy of a dropped row ends before that of the next row begins."""
+        # A copy of a dropped row may still run here: it ends before the copy of the next row begins.
         index = next((index for index, host in enumerate(self._free) if host.numel() == numel), None)
         return devices.host_numbers(numel, device) if index is None else self._free.pop(index)
 
@@ -133,21 +124,19 @@ class Ring(ABC, Generic[T]):
 
 @dataclass(frozen=True)
 class Subject:
-    """The parameters to check: their settings, their planner, and their wrapper, None for all_reduce_gradients()."""
-
     settings: Settings
     planner: Planner
-    wrapper: nn.Module | None
+    wrapper: nn.Module | None  # None for all_reduce_gradients()
 
     @property
     def wrapper_reference(self) -> Callable[[], nn.Module | None]:
-        """A weak reference to the wrapper, which refers to its checks."""
+        """A weak reference, because the wrapper refers to its checks."""
         return (lambda: None) if self.wrapper is None else weakref.ref(self.wrapper)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """What this rank brings to a call. ``counter``: of backward passes. ``header``: the facts for the other ranks."""
+    """What this rank brings to a call. ``header``: the facts for the other ranks."""
 
     call: Call
     plan: Plan
@@ -159,22 +148,17 @@ class LocalStep:
 class Check:
     """A check of a set of parameters. A subclass overrides the methods that it needs; the methods here do nothing.
 
-    Every rank has an object of every check, whatever its settings. ``is_on``: the settings of this rank want the check,
-    and it was not closed. ``precedence``: the place of the error of :meth:`mismatch` among such errors. ``section``: of
-    docs/errors.md, about the warnings of the check.
-
-    Settings may differ between ranks. So a decision that ranks make together (an error, an exchange) follows from the
-    facts of all ranks, of which one is a flag that the rank takes part, and from memory that is equal on all ranks.
+    Every rank has an object of every check, whatever its settings. Settings may differ between ranks. So a decision
+    that ranks make together (an error, an exchange) follows only from the facts of all ranks, and from memory that is
+    equal on all ranks. One of the facts is a flag that the rank takes part.
 
     The methods are called in this order: ``facts``, ``mismatch``, ``compare``, ``end``, ``observe``. An error in one of
     them ends the call, and the later methods are not called: what ``facts`` has consumed is then gone.
-
-    Example: legacy_ddp/_call/check_list.py has short checks.
     """
 
-    precedence = Precedence.OTHER
-    section = ""
-    is_on = True
+    precedence = Precedence.OTHER  # the place of the error of mismatch() among such errors
+    section = ""  # of docs/errors.md, about the warnings of the check
+    is_on = True  # the settings of this rank want the check, and it was not closed
 
     def __init__(self, subject: Subject) -> None:
         """Local; may set :attr:`is_on`."""
@@ -183,48 +167,46 @@ class Check:
         """Local, before the exchange: write facts of this rank to ``step.header``. An error reaches all ranks."""
 
     def mismatch(self, rows: Sequence[Header]) -> AgreedError | None:
-        """The error that follows from the headers of all ranks alone. Pure; called on every rank, also without
-        ``is_on``, and only if the headers differ."""
+        """The error that follows from the headers of all ranks. Pure. Called if the headers differ: on every rank,
+        also without ``is_on``."""
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
         """The text of a warning that every rank finds, None without one. May raise an AgreedError, on all ranks.
 
-        May be collective, but only where the facts of all ranks decide so. No gradient has moved yet.
+        May be collective if the facts of all ranks decide so. No gradient has changed yet.
         """
 
     def end(self, step: LocalStep) -> None:
         """Local: every parameter has its new gradient."""
 
     def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """The text of a warning of rank 0 alone, after the call, None without one. Asked until there is a text. Never
-        collective."""
+        """The text of a warning of rank 0 alone, None without one. Local. Called after the call, until there is a
+        text."""
 
     def begin_forward(self, *, is_training: bool) -> None:
-        """A forward of the wrapper begins: local, and without effect on the forward."""
+        """Local: a forward of the wrapper begins. Has no effect on the forward."""
 
     def change_block(self, *, is_open: bool) -> None:
-        """The outermost ``no_sync()`` block begins (``is_open``), or has ended: local."""
+        """Local: the outermost ``no_sync()`` block begins (``is_open``), or has ended."""
 
     def idle_call(self) -> str | None:
-        """A call inside no_sync() did nothing: local. The text of a warning, None without one."""
+        """Local: a call inside no_sync() did nothing. The text of a warning, None without one."""
 
     def restart(self) -> None:
-        """All ranks got the parameters of one rank: a difference between earlier calls is repaired."""
+        """All ranks got the parameters of one rank: forget earlier differences."""
 
     def restart_buffers(self) -> None:
-        """All ranks hold equal buffers, or are meant to: at construction, and after a broadcast of the buffers."""
+        """All ranks hold equal buffers, or should: at construction, and after a broadcast of the buffers."""
 
     def forget(self) -> None:
         """The gradients since the last call are dropped."""
 
 
 class Warnings:
-    """The warnings of a set of parameters that wait for the end of the call.
-
-    ``pending``: the rank of the log record, the text, its section, and whether every rank has this text.
-    """
+    """The warnings of a set of parameters that are shown at the end of the call."""
 
     def __init__(self) -> None:
+        # The rank of the log record, the text, its section, and whether every rank has this text.
         self.pending: list[tuple[int, str, str, bool]] = []
 
     def add(self, call: Call, text: str, section: str) -> None:
@@ -236,7 +218,7 @@ class Warnings:
         self.pending.append((call.groups.rank, call.name_in_full(text), section, True))
 
     def emit(self) -> None:
-        """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
+        """Show the pending warnings, at the line of the script that called :meth:`all_reduce`."""
         while self.pending:
             rank, text, section, is_everywhere = self.pending.pop(0)
             warn(rank, text, section, is_everywhere=is_everywhere)

@@ -1,6 +1,6 @@
 """The list of the checks of a call, and the shorter checks.
 
-``edited``, ``nonfinite``, ``replicas`` and ``untrained`` have the longer checks.
+``edited``, ``nonfinite``, ``late_nonfinite``, ``replicas`` and ``untrained`` have the longer checks.
 """
 
 import logging
@@ -17,33 +17,15 @@ from legacy_ddp._call.check import Check, LocalStep, Subject
 from legacy_ddp._call.edited import EditedGradients
 from legacy_ddp._call.nonfinite import LateNonFiniteGradients, NonFiniteGradients
 from legacy_ddp._call.replicas import BufferNames, Replicas
-from legacy_ddp._call.untrained import (
-    ClearedGradients,
-    ForgottenCall,
-    LocalStepsAlone,
-    UntrainedParameters,
-)
+from legacy_ddp._call.untrained import ClearedGradients, ForgottenCall, LocalStepsAlone, UntrainedParameters
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_late_rank, warn
 from legacy_ddp._memory.layout import Layout
-from legacy_ddp._ranks.agree import (
-    Agreement,
-    Mismatch,
-    Precedence,
-    compare_work,
-    desync_error,
-)
+from legacy_ddp._ranks.agree import Agreement, Mismatch, Precedence, compare_work, desync_error
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Flag, Header, Participation
 from legacy_ddp._ranks.private_groups import Groups
-from legacy_ddp._statistics import (
-    PARTS,
-    SUSPICIOUS_CALLS,
-    LateRankTrend,
-    SameDataDetector,
-    StepTimes,
-    comparable_norm,
-)
+from legacy_ddp._statistics import PARTS, SUSPICIOUS_CALLS, LateRankTrend, SameDataDetector, StepTimes, comparable_norm
 from legacy_ddp._steps.guard import guard_steps
 from legacy_ddp._steps.step_counter import StepCounter
 from legacy_ddp._text import compare_rows, name_ranks
@@ -55,8 +37,8 @@ _SPEAKER = 1  # the rank that warns of an evaluation
 class EqualSteps(Check):
     """Counts the optimizer steps since the last call, and raises if the numbers of the ranks differ.
 
-    The numbers are compared only if every rank knows its number. Counting stops in a call and begins again at its end,
-    so that the number is unknown after a failed call.
+    The numbers are compared only if every rank knows its number. After a failed call the number is unknown, because
+    counting stops in a call and begins again at its end.
     """
 
     precedence = Precedence.STEPS
@@ -99,10 +81,10 @@ class EqualSteps(Check):
 
 
 class UnevenWork(Check):
-    """Ranks bring different numbers of micro-batches to a plain mean: a warning, or an error on all ranks.
+    """Warns of different numbers of micro-batches on the ranks, or raises on all ranks.
 
-    With ``sample_size`` every item counts the same, however a rank cuts its items into micro-batches. The setting is
-    equal on all ranks.
+    The error comes in any call. The warning does not come with ``sample_size``, where every item counts the same. The
+    setting is equal on all ranks.
     """
 
     precedence = Precedence.UNEVEN
@@ -128,28 +110,27 @@ class UnevenWork(Check):
 
 
 class SameData(Check):
-    """Ranks have the same data: equal norms of local gradients, call after call.
+    """Warns of ranks with the same data: their local gradients have equal norms, call after call.
 
-    Gradients that do not depend on the data have equal norms, too. Data themselves are not compared: a digest of the
-    inputs would cost every forward.
+    Gradients that do not depend on the data have equal norms, too. The data are not compared, because a digest of the
+    inputs would cost time in every forward.
     """
 
     section = "The same data"
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.warns_of_same_data
-        # By process group; only while norms are equal, so that an ordinary call costs one set.
+        # By process group, and empty while all norms are different: then a call costs one set.
         self._streaks: weakref.WeakKeyDictionary[Groups, SameDataDetector] = weakref.WeakKeyDictionary()
 
     def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """The warning after ``SUSPICIOUS_CALLS`` calls."""
         norms = agreement.headers.column("norm_bits")
         if len(set(norms)) == len(norms):
             if self._streaks:
                 self._streaks.pop(step.call.groups, None)
             return None
-        # Without a backward pass since the last call (of this wrapper, or of a second wrapper of the parameters) the
-        # gradients are the result of that call, equal on all ranks.
+        # If no backward pass has run since the last call, or since a call of another wrapper of the parameters
+        # (REDUCED), the gradients are the result of that call and equal on all ranks.
         comparable = [
             comparable_norm(row.local_norm, row.finite) if row.micro_batches and not row.flags & Flag.REDUCED else None
             for row in agreement.rows
@@ -169,9 +150,9 @@ class SameData(Check):
 
 
 class UnclearedGradients(Check):
-    """A plain mean of gradients that a step has used already, with a backward added: zero_grad() is missing.
+    """Warns of a missing zero_grad(): a plain mean of gradients that a step has used, with a backward added since.
 
-    Neither several calls for one step nor gradients that were cleared in part are reported.
+    Several calls for one step are not reported, and neither are gradients of which some were cleared.
     """
 
     section = "Gradients that were not cleared"
@@ -196,17 +177,16 @@ class UnclearedGradients(Check):
 
 
 class DividedResults(Check):
-    """Marks each earlier result that a weighted call divides again, because nobody cleared it.
+    """Marks each result of an earlier call that a weighted call divides again, because it was not cleared.
 
-    Often nobody uses such a gradient: a discriminator has one in the turn of the generator. So the call goes on, and a
-    step that would use the gradient raises (``_steps/guard``). All ranks mark the same gradients, whichever ranks
-    held the earlier result. A plain call keeps the marks of results that are still not cleared.
+    Often no step uses such a gradient: a discriminator has one while the generator is trained. So the call goes on, and
+    a step that would use the gradient raises (``_steps/guard``). All ranks mark the same gradients, also if only some
+    of them held the earlier result. A plain call keeps the marks of results that are still not cleared.
     """
 
     section = "GradientError"
 
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(subject)
+    def __init__(self, _: Subject) -> None:
         self._stale: list[int] = []  # positions on this rank
         self._marked: list[int] = []  # positions on all ranks
 
@@ -220,7 +200,7 @@ class DividedResults(Check):
                 header.flags |= Flag.STALE
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """Collective if a rank holds an earlier result: which of them this call or an earlier call divides again."""
+        """Collective if a rank holds an earlier result: find the results that this or an earlier call divides again."""
         if agreement.some_flags & Flag.STALE:
             self._marked = self._agree(step, agreement)
         return None
@@ -232,7 +212,7 @@ class DividedResults(Check):
         fresh[self._stale], stale[self._stale] = 0, 1
         marked[step.counter.divided_again(self._stale)] = 1
         stale, marked, fresh = step.call.maximum(torch.stack([stale, marked, fresh])).bool()
-        # A result that a part of the ranks has cleared is divided by the number of all.
+        # If only some ranks have cleared a result, the mean still divides it by the number of all ranks.
         positions: list[int] = (stale & (marked | fresh | is_divided)).nonzero().flatten().tolist()
         return positions
 
@@ -244,7 +224,7 @@ class DividedResults(Check):
 
 
 class MergedMicroBatches(Check):
-    """Several backward passes were added as a single leaf of the tree."""
+    """Warns if several backward passes were added as a single leaf of the tree."""
 
     section = "Merged micro-batches"
 
@@ -264,15 +244,13 @@ class MergedMicroBatches(Check):
 
 
 class EvaluationHint(Check):
-    """Running statistics that every rank has updated on its own data: a warning of rank 1, once, at the first forward
-    in eval mode after training and a call.
+    """Warns of running statistics that every rank has updated on its own data: once, on rank 1, at the first forward in
+    eval mode after training and a call.
 
-    Rank 0 does not warn, because it may evaluate alone: it has the statistics that torch DDP would give to all ranks.
-    If all ranks evaluate, rank 1 is among them.
+    Rank 0 does not warn, because it may evaluate alone, and has the statistics that torch DDP would give to all ranks.
 
-    Nothing is communicated: statistics updated on different data differ. The version counters of the buffers show
-    whether this rank has updated them. Layers with a buffer that is ignored, or named in ``Checks(local_buffers=)``, do
-    not count.
+    Nothing is communicated: the version counters of the buffers show whether this rank has updated them. Layers with a
+    buffer that is ignored, or named in ``Checks(local_buffers=)``, do not count.
     """
 
     section = "Statistics of each rank"
@@ -284,7 +262,7 @@ class EvaluationHint(Check):
         self._left_out = (*settings.ignore, *settings.checks.local_buffers)
         self._has_reduced = False
         self._is_speaker = False
-        self._awaits_training = True  # the mode of the next forward to look at: other forwards cost one comparison
+        self._awaits_training = True  # the mode of the next forward to look at; forwards in the other mode are skipped
         self._versions: dict[str, int] | None = None  # by layer, at the first training forward since a broadcast
 
     def end(self, step: LocalStep) -> None:
@@ -314,7 +292,7 @@ class EvaluationHint(Check):
                 warn(_SPEAKER, _describe_evaluation(updated), self.section)
 
     def _layers(self) -> dict[str, tuple[str, int]]:
-        """Kind and version of each layer with statistics that count."""
+        """By layer: its kind, and the sum of the versions of its statistics."""
         wrapper: Any = self._wrapper()  # not None: its forward runs
         return {
             layer: (kind, sum(map(internals.version_of, buffers.values())))
@@ -334,9 +312,9 @@ def _describe_evaluation(layers: dict[str, str]) -> str:
 
 
 class LateRankReport(Check):
-    """Tells the other ranks the parts of the step; rank 0 logs the rank for which the others wait, again and again.
+    """Sends the times of the parts of the step; rank 0 logs the rank for which the others wait in call after call.
 
-    A log record and no warning: a slow rank is no mistake.
+    This is a log record and no warning, because a slow rank is no mistake.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -360,20 +338,18 @@ class LateRankReport(Check):
 
 
 class CheckList:
-    """The checks of a set of parameters, by the methods that they override: a call asks no check in vain.
-
-    ``…_on_cpu``: without the check that is not asked if all parameters are on the CPU. ``observing``: rank 0 asks these
-    after the call, each until it has a text.
-    """
+    """The checks of a set of parameters, by the methods that they override."""
 
     def __init__(self, checks: Sequence[Check]) -> None:
         self.all = checks
+        # Called only if a parameter is on a device: the lists …_on_cpu are without this check.
         self._late = next(check for check in checks if isinstance(check, LateNonFiniteGradients))
         self.with_facts = _overriding(checks, "facts")
         self.with_compare = _overriding(checks, "compare")
         self.with_facts_on_cpu = [check for check in self.with_facts if check is not self._late]
         self.with_compare_on_cpu = [check for check in self.with_compare if check is not self._late]
         self.with_end = _overriding(checks, "end")
+        # Rank 0 calls these after the call, each until it has a text.
         self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
         self.with_forward = _overriding(checks, "begin_forward")
         self.with_block = _overriding(checks, "change_block")
@@ -418,5 +394,4 @@ CHECKS: tuple[type[Check], ...] = (
 
 
 def make_checks(subject: Subject) -> CheckList:
-    """An object of every check."""
     return CheckList([kind(subject) for kind in CHECKS])

@@ -1,8 +1,8 @@
-"""Communication hooks: the argument of a hook, the run of the hook and the use of its result. Collective.
+"""Communication hooks: the argument of a hook, its run, and the use of its result. Collective.
 
-torch DDP's hooks use only the six methods of a bucket, and run here unchanged. A hook gets a copy with a storage of its
-own, because hooks resize the copy and write past its end. No gradient changes before the hook of every rank has
-returned a usable result.
+Hooks of torch DDP use only the six methods of a bucket, and run here unchanged. A hook gets a copy of the gradients
+with a storage of its own, because hooks resize it and write past its end. No gradient changes before the hook of every
+rank has returned a usable result.
 """
 
 import atexit
@@ -38,7 +38,7 @@ _pending: list[tuple[threading.Event, float]] = []  # ends of collectives, and t
 
 
 class HookBucket:
-    """Argument of a hook, with the methods of ``torch.distributed.GradBucket``, which Python cannot construct.
+    """The argument of a hook. Has the methods of ``torch.distributed.GradBucket``, which Python cannot construct.
 
     Complex gradients appear as real gradients with a further dimension, of size 2.
     """
@@ -80,15 +80,13 @@ class HookBucket:
 
 
 class HookResult(NamedTuple):
-    """``buffer``: the flat tensor and its copy. ``bucket``: given to the hook, which returned ``result``."""
-
-    buffer: FlatBuffer
-    bucket: HookBucket
-    result: Any
+    buffer: FlatBuffer  # the flat tensor and its copy
+    bucket: HookBucket  # the argument of the hook
+    result: Any  # what the hook returned
 
 
 class HookReducer(Reducer):
-    """The user's ``hook`` in place of the sum. The flat tensors change after every rank has a usable result."""
+    """Runs the user's ``hook`` in place of the sum."""
 
     def __init__(self, buckets: Sequence[int], hook: CommHook) -> None:
         super().__init__(buckets)
@@ -141,17 +139,14 @@ class HookReducer(Reducer):
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:
-    """Values of the Futures returned by the hook; a result other than a Future is its own value.
-
-    The hook runs on every bucket before the first wait.
-    """
+    """The result of the hook for each bucket: the value of a Future, or any other object itself."""
     returned, ends = [], []
     try:
         for bucket in buckets:
             with call.profiled(f"bucket {bucket.index()}"), _attributing_errors(call, hook):
                 returned.append(hook.function(hook.state, bucket))
             ends.append(_end_of(returned[-1]))
-        start = time.perf_counter()
+        start = time.perf_counter()  # no wait before the hook has run on every bucket
         return [_wait(call, hook, item, end, start) for item, end in zip(returned, ends, strict=True)]
     except BaseException:
         wait_before_exit(ends, call.timeout.total_seconds())
@@ -221,7 +216,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
     """Collective: raise a CommHookError if any rank has a ``problem``."""
-    if problem:  # for the report: the hooks of the other ranks may wait for the hook of this rank, and never return
+    if problem:  # for the report: hooks of other ranks may wait for the hook of this rank, and never return
         call.set_phase(f"its hook returned what cannot be a gradient: {problem}")
     ranks = ranks_where(call, bool(problem))
     if not ranks:
@@ -240,8 +235,8 @@ def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
 def wait_before_exit(ends: Iterable[threading.Event], seconds: float) -> None:
     """Delay the exit of this process until all of ``ends`` are set, at most ``seconds`` from now.
 
-    A started collective cannot be cancelled. When the collective ends, a thread of the process group runs its callbacks
-    (``Future.then``), which need the interpreter. If the interpreter is finalizing at that time, the process aborts.
+    A started collective cannot be cancelled. At its end a thread of the process group runs its callbacks
+    (``Future.then``). If the interpreter is finalizing at that time, the process aborts.
     """
     deadline = time.monotonic() + seconds
     if left := [(end, deadline) for end in ends if not end.is_set()]:

@@ -1,9 +1,9 @@
 """Detection of gradients that were unscaled or clipped between backward and the call.
 
-An edit alone is no evidence: a constant factor before the call is a common way to average. Evidence is a GradScaler
-that has unscaled, or edited gradients that point in new directions with the same norm, or the same greatest element, in
-call after call. While gradients are as backward left them, the cost is a look at a single gradient and at the headers.
-Only a sample of edited gradients is read, and all of them after evidence in the sample.
+An edit alone is no evidence, because a constant factor before the call is a common way to average. Evidence is a
+GradScaler that has unscaled the gradients, or edited gradients that have another direction in each call, but the same
+norm or the same greatest element. If backward wrote the gradients last, the check costs a look at one gradient and at
+the headers. Of edited gradients it reads a sample, and reads all of them only after evidence in the sample.
 """
 
 import math
@@ -27,7 +27,7 @@ _EQUAL_GREATEST = 3  # calls with the same greatest element, among the last _GRE
 _GREATEST_CALLS = 16
 _DIRECTION = 2**12  # elements that stand for the direction
 _SAME_DIRECTION = 0.999  # cosine from which on two directions are the same
-_NEAR = 1 - 2**-6  # elements from this part of the limit on are near it: a few steps of bf16
+_NEAR = 1 - 2**-6  # an element of at least this part of the limit is near it: a few steps of bf16
 _FINDINGS = {
     Flag.UNSCALED: "unscaled by a GradScaler",
     Flag.NORM_CLIPPED: "clipped by norm: the same norm in call after call",
@@ -43,8 +43,8 @@ _ADVICE = (
 class EditedValues:
     """The directions, norms and greatest elements of the last edited gradients of a rank.
 
-    Only gradients with a new direction count. Norms and greatest elements repeat, too, where training repeats its data
-    and hardly moves, and where every element is a sign.
+    Only gradients with a new direction count. Norms and greatest elements also repeat if training repeats its data
+    while the parameters hardly change, or if every element is a sign.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class EditedValues:
         self._greatest: deque[float] = deque(maxlen=_GREATEST_CALLS)
 
     def limits(self, plan: Plan, packed: Packed, norm: float) -> int:
-        """The flags of the limits to which the gradients seem to be clipped. ``norm``: of all gradients together."""
+        """The flags of the limits to which the gradients are probably clipped. ``norm``: of all gradients together."""
         pieces = pieces_of(plan, packed)
         if not self._have_new_direction(pieces):
             return 0
@@ -62,7 +62,7 @@ class EditedValues:
         )
 
     def _have_new_direction(self, pieces: Sequence[torch.Tensor]) -> bool:
-        """Whether the gradients point another way than in each of the last calls, and are not all of one magnitude."""
+        """Whether the direction differs from those of the last calls, and not all elements have one magnitude."""
         values = [piece.to("cpu", torch.float32) for piece in _thin_out(pieces, _DIRECTION)]
         sample = torch.cat(values) if values else torch.zeros(0, device="cpu")
         sizes = sample[sample != 0].abs()
@@ -78,12 +78,11 @@ class EditedValues:
         return is_new
 
     def _have_limit(self, plan: Plan, packed: Packed, pieces: Sequence[torch.Tensor]) -> bool:
-        """Whether the greatest element is the same as in earlier calls, as after a clip by value."""
         greatest = max(map(_greatest, _thin_out(pieces, _SAMPLE)), default=0.0)
         self._greatest.append(greatest)
         if not greatest or self._greatest.count(greatest) < _EQUAL_GREATEST:
             return False
-        self._greatest.clear()  # if the look below finds nothing, the next look comes after as many calls
+        self._greatest.clear()  # if no limit is found below, the next search comes after as many calls
         return _is_limit(plan, packed, greatest)
 
 
@@ -103,8 +102,8 @@ def _greatest(values: torch.Tensor) -> float:
 def _is_limit(plan: Plan, packed: Packed, limit: float) -> bool:
     """Whether in several matrices more elements are at ``limit`` than just below it, and none are above.
 
-    The greatest element of a gradient with few bits may repeat by chance, but then few elements have it. Biases do not
-    count: under an absolute loss they are sums of signs, and equal.
+    In a dtype with few bits the greatest element may repeat by chance, but then few elements have it. Gradients of
+    biases do not count: with an absolute loss they are sums of signs, and equal.
     """
     piles = 0
     for _, grad in packed.grads(plan):
@@ -147,16 +146,12 @@ class EditedGradients(Check):
             header.flags |= limits if limits and counter.were_all_edited(plan.parameters) else 0
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """A warning for the first evidence in a header. Not collective.
-
-        Raises:
-            EditedGradientError: the same with ``edited="raise"``.
-        """
+        """Local: a warning for the first evidence in a header, or an EditedGradientError with ``edited="raise"``."""
         if not agreement.some_flags & _ANY:
             return None
         call = step.call
         told = [(ranks, text) for flag, text in _FINDINGS.items() if (ranks := agreement.ranks_with(flag))]
-        self._values = EditedValues()  # a loop that goes on after an error begins anew
+        self._values = EditedValues()  # so that a loop that goes on after an error collects new evidence
         names = [slot.name for slot in step.plan.layout.slots]
         lines = [f"{call}: gradients changed between backward and the call:"]
         lines += [line for ranks, text in told for line in wrap(f"{name_ranks(ranks)}: {text}", "  ")]

@@ -1,15 +1,15 @@
-"""Sum of dense gradients in memory that the ranks of a host have mapped, and gloo between hosts. Collective (payload).
+"""Sum of dense gradients in memory that the ranks of a host share, and with gloo between hosts. Collective (payload).
 
-All ranks know which segments are mapped everywhere on their host: the table changes only by agreed steps. A call with
-known segments therefore needs no exchange but its headers. With several hosts the table has the ranks of all hosts, and
-all ranks decide alike whether any rank has a new segment.
+The table of mapped segments is equal on all ranks, because it changes only by steps on which they have agreed. It
+contains the ranks of all hosts. So a call with known segments needs no exchange but its headers, and all ranks know
+whether any rank has a new segment.
 
-Every rank owns an equal part of every run. On one host the owner adds the parts of all ranks, divides, and writes the
-result to the flat tensor of every rank. The order of addition is the order of the ranks, whatever the size of a chunk
-or of a bucket. With ``reproducible=True`` the sums of micro-batches are added instead of gradients, in the order of the
-tree.
+Each run is cut into a part for each rank of the host, its owner. On one host the owner adds the part over all ranks,
+divides, and writes the result to the flat tensors of all ranks. The order of addition is the order of the ranks,
+whatever the size of a chunk or of a bucket. With ``reproducible=True`` the sums of micro-batches are added in place of
+gradients, in the order of the tree.
 
-On several hosts the owner adds its part over the ranks of its host in the same way, gloo adds the sums of all owners of
+On several hosts the owner adds its part over the ranks of its host in the same way. gloo adds the sums of all owners of
 the part, and each owner divides and writes the result to the flat tensors of its host. Between hosts gradients have
 the dtype of the gloo transport: ``reduce_dtype``, else fp32 for fp16 gradients, and their own dtype for all others.
 With ``reproducible=True`` the sum over a host is a node of the tree, and the owners of a part add their nodes in the
@@ -25,21 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._call.reduce import (
-    SMALLEST_PIECE_BYTES,
-    Payload,
-    Reducer,
-    fill_missing,
-    split_divisor,
-)
-from legacy_ddp._memory.layout import (
-    Bucket,
-    Run,
-    as_real,
-    cut_runs,
-    sum_dtype,
-    wire_dtype,
-)
+from legacy_ddp._call.reduce import SMALLEST_PIECE_BYTES, Payload, Reducer, fill_missing, split_divisor
+from legacy_ddp._memory.layout import Bucket, Run, as_real, cut_runs, sum_dtype, wire_dtype
 from legacy_ddp._memory.segment import Segment, map_segment, no_memory_text
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import SegmentIds, decode_segments
@@ -52,20 +39,17 @@ _MAX_KEPT_VIEWS = 4
 
 
 class PeerMemory:
-    """Mapped segments of the ranks of a group, uint8 tensors by rank and serial number. Of one wrapper.
-
-    The table has the segments of other hosts, too, without a tensor. ``segments``: of every rank in this call.
-    """
+    """The mapped segments of the ranks of a group, for one wrapper."""
 
     def __init__(self, size: int) -> None:
-        self.segments: Sequence[SegmentIds] = ()
-        # The segments of all ranks, as exchanged, if a further call with the same segments maps and unmaps nothing.
+        self.segments: Sequence[SegmentIds] = ()  # of every rank in this call
+        # The segments of all ranks, as exchanged. A call with the same segments maps and unmaps nothing.
         self.settled: bytes | None = None
+        # By rank and serial number: uint8 tensors, None for the segments of other hosts.
         self._mapped: list[dict[int, torch.Tensor | None]] = [{} for _ in range(size)]
-        self.views: dict[Hashable, Any] = {}  # made of the segments by the caller, who knows their meaning
+        self.views: dict[Hashable, Any] = {}  # of the segments, made by the caller
 
     def __getitem__(self, key: tuple[int, int]) -> torch.Tensor:
-        """The segment with the key (rank, serial number), of a rank of this host."""
         rank, serial = key
         memory = self._mapped[rank].get(serial)
         if memory is None:
@@ -73,12 +57,9 @@ class PeerMemory:
         return memory
 
     def settle(self, call: Gatherer, encoded: bytes, own: Callable[[], Sequence[Segment | None]]) -> str:
-        """Forget and map what a call with the segments ``encoded`` needs. Collective if any of them is not mapped.
+        """Map the segments ``encoded`` of a call, and unmap old ones. Collective if any of them is not mapped.
 
-        ``own``: gives the segments of this rank, by position.
-
-        Returns:
-            As :meth:`map_new`.
+        ``own``: gives the segments of this rank, by position. Returns as :meth:`map_new`.
         """
         self.settled, segments = None, decode_segments(encoded)
         self.forget_unused(segments)
@@ -90,10 +71,9 @@ class PeerMemory:
         return ""
 
     def forget_unused(self, segments: Sequence[SegmentIds]) -> None:
-        """Unmap the segments that no rank will use again.
+        """Unmap the segments that no rank will use again. ``segments``: the current segments of every rank.
 
         If a rank has spare memory, its newest earlier segments stay mapped, too: as many as it has current ones.
-        ``segments``: the current segments of every rank, as exchanged.
         """
         for mapped, current in zip(self._mapped, segments, strict=True):
             used = sum(map(bool, current.serials))
@@ -104,7 +84,7 @@ class PeerMemory:
                 self.views.clear()
 
     def keep_views(self, key: Hashable, views: object) -> None:
-        """Keep ``views`` until a segment is forgotten, or many others are kept."""
+        """Keep ``views`` until a segment is unmapped, or ``_MAX_KEPT_VIEWS`` others are kept."""
         if len(self.views) >= _MAX_KEPT_VIEWS:
             self.views.clear()
         self.views[key] = views
@@ -123,12 +103,9 @@ class PeerMemory:
         unknown: Sequence[Sequence[int]],
         own: Sequence[Segment | None],
     ) -> str:
-        """Collective: map the segments at the ``unknown`` positions of each host, on all ranks of all hosts or on none.
+        """Collective: map the segments at the ``unknown`` positions of each rank, on all ranks of all hosts or on none.
 
-        ``own``: the segments of this rank, by position.
-
-        Returns:
-            The first problem of any rank, as text; empty after success.
+        ``own``: the segments of this rank, by position. Returns the first problem of any rank; empty after success.
         """
         rank = call.groups.rank
         new = {index: segment for index in unknown[rank] if (segment := own[index]) is not None}
@@ -146,7 +123,7 @@ class PeerMemory:
             problem = problem or error
         finally:
             received.close()
-        # Where a rank could not send, the others only know that something is missing.
+        # If a rank could not send its descriptors, the others know only that they are missing.
         symptom = "" if missing is None else f"no shared memory (descriptors of rank {missing} did not arrive)"
         reason = call.first_problem("" if problem is None else no_memory_text(problem), symptom)
         if reason:
@@ -165,16 +142,12 @@ _LINE_NUMEL = 64  # parts end at multiples of cache lines, so that no two ranks 
 
 @dataclass(frozen=True)
 class Chunk:
-    """At most :data:`CHUNK_NUMEL` elements at the same place of several tensors.
+    """At most :data:`CHUNK_NUMEL` elements at the same place of several tensors."""
 
-    ``parts``: of the gradients, or of the sums of micro-batches, of all ranks of the host in order. ``own``: of the
-    flat tensor of this rank. ``others``: of the flat tensors of the other ranks. ``scratch``: for :meth:`Order.add`.
-    """
-
-    parts: Sequence[torch.Tensor]
-    own: torch.Tensor
-    others: Sequence[torch.Tensor]
-    scratch: Sequence[torch.Tensor]
+    parts: Sequence[torch.Tensor]  # of gradients, or of sums of micro-batches: of all ranks of the host, in order
+    own: torch.Tensor  # of the flat tensor of this rank
+    others: Sequence[torch.Tensor]  # of the flat tensors of the other ranks
+    scratch: Sequence[torch.Tensor]  # for Order.total_of()
 
 
 @dataclass(frozen=True)
@@ -187,15 +160,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece(Work):
-    """A stretch of this rank's part, summed between hosts by one collective.
+    """A stretch of the part of this rank, summed between hosts by one collective."""
 
-    ``stretch``: its place in the flat tensor of this rank. ``carried``: the memory that the collective sends: the
-    stretch, or a copy if the dtype between hosts is different. ``recv_buffer``: for nodes of the tree, else empty.
-    """
-
-    stretch: torch.Tensor
-    carried: torch.Tensor
-    recv_buffer: torch.Tensor
+    stretch: torch.Tensor  # of the flat tensor of this rank
+    carried: torch.Tensor  # what the collective sends: the stretch, or a copy if the dtype between hosts is different
+    recv_buffer: torch.Tensor  # for nodes of the tree, else empty
 
     def add_on_host(self, order: "Order", divisor: float = 1.0) -> None:
         """Put the sum over the ranks of the host, divided by ``divisor``, into ``carried``."""
@@ -224,10 +193,7 @@ class Order(ABC):
 
     @abstractmethod
     def sum_between_hosts(self, call: Call, pieces: Sequence[Piece], divisor: int) -> Iterator[Chunk]:
-        """Every chunk, when it holds the sum over all ranks, divided.
-
-        All collectives are started before the first wait.
-        """
+        """Every chunk, once it holds the sum over all ranks, divided. All collectives start before the first wait."""
 
 
 class RankOrder(Order):
@@ -243,9 +209,8 @@ class RankOrder(Order):
         return [torch.empty(numel, dtype=dtype, device="cpu")]
 
     def total_of(self, chunk: Chunk) -> torch.Tensor:
-        """The scratch memory may have a wider dtype."""
         total, (first, second, *others) = chunk.scratch[0], chunk.parts
-        if total.dtype != first.dtype:
+        if total.dtype != first.dtype:  # a wider dtype
             total.copy_(first).add_(second)
         else:
             torch.add(first, second, out=total)
@@ -287,7 +252,7 @@ class TreeOrder(Order):
         return add_in_tree_order(chunk.parts, chunk.scratch)
 
     def sum_between_hosts(self, call: Call, pieces: Sequence[Piece], divisor: int) -> Iterator[Chunk]:
-        """A host is a rank of the tree over the hosts."""
+        # The tree over the hosts has the hosts in place of ranks.
         for piece, _ in zip(pieces, tree_reduce(call, self._inputs(call, pieces), divisor), strict=True):
             yield from piece.chunks
 
@@ -301,17 +266,13 @@ class TreeOrder(Order):
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory of one bucket on all ranks of the host in order, as real numbers; ``width`` of them per element.
-
-    ``parts``: the tensors to add, which are the flat tensors or the sums of micro-batches. ``flats``: the flat tensors,
-    for the result. ``own``: the index of this rank in both.
-    """
+    """The memory of one bucket on all ranks of the host, in order, as real numbers."""
 
     bucket: Bucket
-    parts: Sequence[torch.Tensor]
-    flats: Sequence[torch.Tensor]
-    own: int
-    width: int
+    parts: Sequence[torch.Tensor]  # to add: the flat tensors, or the sums of micro-batches
+    flats: Sequence[torch.Tensor]  # the flat tensors, for the result
+    own: int  # index of this rank in both
+    width: int  # real numbers per element
 
     def own_parts(self, runs: Sequence[Run]) -> list[Run]:
         """The part of this rank in each run, in elements."""
@@ -323,7 +284,7 @@ class HostMemory:
         return slice(self.width * start, self.width * stop)
 
     def chunks(self, own_parts: Sequence[Run], order: Order) -> list[Chunk]:
-        """The chunks of some parts of this rank. All chunks use the same scratch memory, one after the other."""
+        """The chunks of some parts of this rank. All chunks share their scratch memory, and are added one by one."""
         wholes = [self.stretch(part) for part in own_parts]
         stretches = [
             slice(place, min(place + CHUNK_NUMEL, whole.stop))
@@ -351,10 +312,8 @@ class HostReducer(Reducer):
         self._order: Order = TreeOrder() if settings.reproducible else RankOrder(settings.reduce_dtype)
 
     def reduce(self, call: Call, payload: Payload) -> int:
-        """If ranks have gradients in different slots, every rank first fills its missing slots, and waits for the
-        other ranks of the host."""
         runs = self.dense_runs(payload)
-        if self._order.has_gaps and not payload.has_same_mask:
+        if self._order.has_gaps and not payload.has_same_mask:  # ranks have gradients in different slots
             for (buffer, share), own_runs in zip(self.buffers_of(payload), runs, strict=True):
                 fill_missing(payload, buffer, share, own_runs, buffer.flat)
             call.barrier()
@@ -364,7 +323,6 @@ class HostReducer(Reducer):
         return size_bytes
 
     def _sum(self, call: Call, works: Sequence[Any], divisor: int) -> None:
-        """Add, divide into the own chunks, and copy them to the other ranks."""
         for work in works:
             with call.profiled(f"sum {work.label}"):
                 for chunk in work.chunks:
@@ -372,16 +330,15 @@ class HostReducer(Reducer):
                     give_out(chunk)
 
     def _works_of(self, memory: HostMemory, runs: Sequence[Run]) -> Sequence[Work]:
-        """The work of this rank for the runs of a bucket."""
         return [Work(memory.bucket.label, memory.chunks(memory.own_parts(runs), self._order))]
 
     def _kept_works(
         self, call: Call, payload: Payload, runs: tuple[tuple[Run, ...], ...]
     ) -> tuple[Sequence[Work], int]:
-        """The work of this rank for all buckets, and the bytes of their runs. Kept from call to call, because making
-        the views takes a seventh of a call."""
+        """The work of this rank for all buckets, and the bytes of their runs."""
         ranks = call.groups.host_ranks
         segments = tuple(map(self._memory.segments.__getitem__, ranks))
+        # Kept from call to call, because making the views takes a seventh of a call.
         kept: tuple[Sequence[Work], int] | None = self._memory.views.get((segments, runs))
         if kept is None:
             works: list[Work] = []
@@ -395,7 +352,7 @@ class HostReducer(Reducer):
         return kept
 
     def _map(self, bucket: Bucket, place: int, ranks: Sequence[int], own: int) -> HostMemory:
-        """The memory of the bucket whose segment number stands at ``place`` among the serials of a rank."""
+        """The memory of the bucket whose segment is at ``place`` among the serials of a rank."""
         flats, parts = [], []
         for rank in ranks:
             serials = self._memory.segments[rank].serials
@@ -414,8 +371,7 @@ class BetweenHostsReducer(HostReducer):
             give_out(chunk)
 
     def _works_of(self, memory: HostMemory, runs: Sequence[Run]) -> Sequence[Piece]:
-        """The pieces, equal on the owners of a part. The parts are cut in halves: one half is added while the other is
-        in flight."""
+        # Equal pieces on all owners of a part. Cut in halves: one half is added while gloo sends the other.
         parts = memory.own_parts(runs)
         half = (sum(stop - start for start, stop in parts) + 1) // 2
         smallest = SMALLEST_PIECE_BYTES // wire_dtype(memory.bucket.dtype, self._settings.reduce_dtype).itemsize
@@ -442,12 +398,9 @@ def part_of(run: Run, rank: int, size: int) -> Run:
 
 
 def divide(chunk: Chunk, total: torch.Tensor, divisor: float) -> None:
-    """Write ``total / divisor`` to ``chunk.own``. ``total``: scratch memory, which may be ``chunk.own``.
-
-    Divides in the wider of the two dtypes, because the sum may overflow the narrower one, and the quotient does not.
-    """
+    """Write ``total / divisor`` to ``chunk.own``. ``total``: is overwritten; may be ``chunk.own``."""
     own = chunk.own
-    if total.dtype != own.dtype:
+    if total.dtype != own.dtype:  # divide in the wider dtype: the sum may overflow the narrower, the quotient does not
         if torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:
             own.copy_(total.div_(float(divisor)))
             return

@@ -1,8 +1,8 @@
 """Uneven inputs: the interface to torch's Join.
 
-Every call of a rank with data begins with a notice on the user's own group. A rank without data answers the notice
-and then takes part in the call without gradients. So the notice comes before the header, and all_reduce() must be the
-first communication of a step.
+Every call of a rank with data begins with a notice on the user's own group, before the header. A rank without data
+answers the notice and then takes part in the call without gradients. So all_reduce() must be the first communication
+of a step.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Joining(Joinable):
     module: nn.Module
     _synchronizer: Synchronizer
     _group: GroupHandle
-    _joining: internals.JoinConfig | None = None  # None outside of a join(): the call path tests this attribute alone
+    _joining: internals.JoinConfig | None = None  # None outside of a join(): a call tests this attribute alone
 
     @contextmanager
     def join(
@@ -112,7 +112,7 @@ class Joining(Joinable):
     @_join_config.setter
     @argument_errors
     def _join_config(self, config: internals.JoinConfig) -> None:
-        """torch's Join() sets the configuration on every rank: early enough to refuse what would hang."""
+        # torch's Join() sets the configuration on every rank: early enough to refuse what would hang.
         if config.enable and not config.is_first_joinable:
             raise ValueError(
                 "the wrapper is not the first in Join([...]): got it behind another object, expected it first, because "
@@ -121,7 +121,7 @@ class Joining(Joinable):
         self._joining = config if config.enable else None
 
     def _notify(self) -> Any:
-        """Start the notice of this rank to torch's Join; a collective to wait for, or None."""
+        """Start the notice of this rank to torch's Join. Returns a collective to wait for, or None."""
         work = Join.notify_join_context(self)
         if work is not None and self.join_device.type != "cpu":
             work.wait()  # of the stream
@@ -129,11 +129,7 @@ class Joining(Joinable):
         return work
 
     def _refuse_inside_join(self, operation: str) -> None:
-        """Refuse a collective without the ranks at the end of the block.
-
-        Raises:
-            LegacyDDPError: inside a join.
-        """
+        """Raise a LegacyDDPError inside a join()."""
         if self._joining is not None:
             raise LegacyDDPError(
                 f"{operation} was called inside join(): ranks that have left the block would not take part; "
@@ -142,7 +138,7 @@ class Joining(Joinable):
 
 
 class _StandIn(JoinHook):
-    """Actions of a rank after its end of data, while the other ranks still make calls."""
+    """What a rank does after its end of data, while other ranks still make calls."""
 
     def __init__(self, wrapper: Joining, flags: int) -> None:
         self._wrapper = wrapper
@@ -166,7 +162,8 @@ class _StandIn(JoinHook):
         """Collective: give every rank the model of the rank that left last (the highest of several)."""
         wrapper = self._wrapper
         wrapper._joining = None
-        # A rank that left holds the mean of the others; where zero_grad() follows step(), the next epoch would add it.
+        # On a rank that left, .grad holds the mean of the others. If the loop calls zero_grad() after step(), backward
+        # would add to this mean in the next epoch.
         for parameter in self._synchronizer.planner.plan(parameter_columns(wrapper.module)).parameters:
             parameter.grad = None
         self._synchronizer.forget_step()

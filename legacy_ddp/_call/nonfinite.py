@@ -1,13 +1,13 @@
 """Gradients with NaN or infinity: found before any gradient is exchanged, or on a device some calls later.
 
-Runs unless ``Checks(nonfinite="ignore")``. While every gradient is finite, the cost is a look at the headers. Otherwise
-the ranks exchange details, a few hundred bytes per rank.
+While every gradient is finite, the check costs a look at the headers. Otherwise the ranks exchange details, a few
+hundred bytes per rank. ``Checks(nonfinite="ignore")`` turns the check off.
 
-``Checks(nonfinite="warn")`` must not stop the host for a device. In every call the device finds out which gradients
-have NaN or infinity, and copies the answer to the host (:class:`Ring`). The header of a call carries the number of the
-newest complete row of a rank, and a bit for each of its last rows: whether it has a non-finite gradient. All ranks
-judge the rows up to the lowest of these numbers. Rows that no later call has judged are judged in check_replicas() and
-broadcast_parameters(), with a wait, or told by each rank as its process ends.
+With ``Checks(nonfinite="warn")`` the host must not wait for a device. In every call the device finds out which
+gradients have NaN or infinity, and copies the answer to the host (:class:`Ring`). The header of a call carries the
+number of the newest complete row of a rank, and a bit for each of its last rows: whether it has a non-finite gradient.
+All ranks judge the rows up to the lowest of these numbers. Rows that no later call has judged are judged in
+check_replicas() and broadcast_parameters(), where the host waits. At the end of a process, its rank reports the rest.
 """
 
 import math
@@ -40,23 +40,16 @@ MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Details of a rank, with the names of at most ``MAX_NAMES`` gradients and weights.
+    """Details of a rank, with the names of at most ``MAX_NAMES`` gradients and weights."""
 
-    ``counts``: (NaN, inf, elements) of non-finite gradients, by parameter; empty if not counted. ``bad_grads``: number
-    of all non-finite gradients. ``present``: number of gradients with elements. ``weights``: names of non-finite
-    parameters. ``bad_weights``: number of all non-finite parameters. ``scale``: scale of an enabled GradScaler.
-    ``failure``: error of the inspection. ``has_other_scaler``: a GradScaler that was not passed has scaled a loss; only
-    looked for if the reaction is not a warning.
-    """
-
-    counts: Mapping[str, Sequence[int]]
-    bad_grads: int = 0
-    present: int = 0
-    weights: Sequence[str] = ()
-    bad_weights: int = 0
-    scale: float | None = None
-    failure: str = ""
-    has_other_scaler: bool = False
+    counts: Mapping[str, Sequence[int]]  # (NaN, inf, elements) of non-finite gradients; () where not counted
+    bad_grads: int = 0  # number of all non-finite gradients
+    present: int = 0  # number of gradients with elements
+    weights: Sequence[str] = ()  # names of non-finite parameters
+    bad_weights: int = 0  # number of all non-finite parameters
+    scale: float | None = None  # of an enabled GradScaler
+    failure: str = ""  # error of the inspection
+    has_other_scaler: bool = False  # a GradScaler that was not passed has scaled a loss; not searched for by a warning
 
 
 class NonFiniteGradients(Check):
@@ -66,23 +59,22 @@ class NonFiniteGradients(Check):
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.nonfinite_policy != "ignore"
-        # The groups with a streak of non-finite gradients, after the warning. Equal on all ranks. Looked up in every
-        # call: a WeakSet would take longer.
+        # The groups on which a warning was given, and no later call was finite. Equal on all ranks. Every call looks
+        # here: a WeakSet would take longer.
         self._warned: set[weakref.ref[Groups]] = set()
         self._skipped_calls = 0  # with "skip"; equal on all ranks
-        self._has_searched_scalers = False  # all scalers of the process were looked for, which is done once
+        self._has_searched_scalers = False  # the scalers of the process are searched for once
         if self.is_on:
             watch_scalers()
 
     def facts(self, step: LocalStep) -> None:
-        """Whether this rank takes part in the report, which needs all ranks."""
         checks, header = step.call.checks, step.header
         header.flags |= Flag.WATCHED
         if checks.nonfinite_policy == "skip" and checks.grad_scaler is not None and checks.grad_scaler.is_enabled():
             header.flags |= Flag.SCALED
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """Collective only if a header shows a non-finite gradient and no earlier call of the same streak has warned.
+        """Collective only if a header shows a non-finite gradient, and no warning was given since the last finite call.
 
         Raises:
             NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain the gradient on all ranks;
@@ -124,11 +116,8 @@ class NonFiniteGradients(Check):
 
 
 def _have_scalers(call: Call, agreement: Agreement, ranks: Sequence[int]) -> bool:
-    """Whether GradScalers skip the step: they need the infinity in the mean, which makes all of them skip.
-
-    Raises:
-        NonFiniteGradientError: only some ranks have an enabled GradScaler: no step would be skipped by all ranks.
-    """
+    """Whether GradScalers skip the step on all ranks. NonFiniteGradientError: only some ranks have an enabled one."""
+    # The infinity stays in the mean: there it makes every GradScaler skip the step.
     if agreement.common_flags & Flag.SCALED or not agreement.some_flags & Flag.SCALED:
         return bool(agreement.common_flags & Flag.SCALED)
     without = sorted(set(range(agreement.headers.size)) - set(agreement.ranks_with(Flag.SCALED)))
@@ -143,16 +132,16 @@ def _have_scalers(call: Call, agreement: Agreement, ranks: Sequence[int]) -> boo
 def may_overflow(scale: float | None) -> bool:
     """Whether the scale of a GradScaler may have caused the infinity.
 
-    A scale of at most 1 causes no overflow. An infinite scale makes every gradient non-finite, and the scaler cannot
-    mend that by skipping steps.
+    A scale of at most 1 causes no overflow. With an infinite scale every gradient is non-finite, whatever steps are
+    skipped.
     """
     return scale is not None and 1 < scale < math.inf
 
 
 def inspect(call: Call, find: Callable[[], NonFinite], *, search: bool) -> NonFinite:
-    """What ``find`` finds on this rank, with the GradScaler in use, also if the loop did not pass one to ``Checks``.
+    """What ``find`` finds on this rank, with the GradScaler in use, also if it was not passed to ``Checks``.
 
-    A scaler in use may skip the step: a warning takes this into account, and an error names ``Checks(grad_scaler=)``.
+    A scaler may skip the step. A warning takes this into account, and an error names ``Checks(grad_scaler=)``.
     """
     try:
         found = find()
@@ -202,30 +191,22 @@ _WINDOW = 16  # bits in the header: more than rows can be on the way on one rank
 
 @dataclass(frozen=True)
 class _Searched:
-    """The gradients of a row: the name of their call, and the names of the gradients of each part.
-
-    An integer of a part is 1 for a non-finite gradient.
-    """
+    """The gradients of a row. An integer of a part is 1 for a non-finite gradient."""
 
     call_name: str
-    names: Sequence[Sequence[str]]
+    names: Sequence[Sequence[str]]  # of the gradients of each part
 
 
 class _Ring(Ring[_Searched]):
-    """The answers about the gradients of calls on a process group.
-
-    ``judged``: the newest judged row. ``has_scaler``: a scaler was passed to the checks. ``bad``: the details of
-    complete rows with a non-finite gradient that are not judged. ``is_told``: a warning was given, and no later call
-    was finite on all ranks. ``judged`` and ``is_told`` are equal on all ranks.
-    """
+    """The answers about the gradients of calls on a process group. ``has_scaler``: one was passed to the checks."""
 
     def __init__(self, rank: int, *, has_scaler: bool) -> None:
         super().__init__()
         self.rank = rank
         self.has_scaler = has_scaler
-        self.judged = 0
-        self.is_told = False
-        self.bad: dict[int, NonFinite] = {}
+        self.judged = 0  # the newest judged row; equal on all ranks
+        self.is_told = False  # a warning was given, and no later call was finite on all ranks; equal on all ranks
+        self.bad: dict[int, NonFinite] = {}  # of complete rows with a non-finite gradient that are not judged
         self.call_names: dict[int, str] = {}  # of the calls that are not judged
 
     def take(self, row: Row[_Searched]) -> None:
@@ -247,8 +228,7 @@ class _Ring(Ring[_Searched]):
 
 
 class LateNonFiniteGradients(Check):
-    """Warns of non-finite gradients on a device, some calls later. Not collective while all gradients are finite. Not
-    asked in a call whose parameters are all on the CPU."""
+    """Warns of non-finite gradients on a device, some calls later. Not called if all parameters are on the CPU."""
 
     section = NonFiniteGradients.section
 
@@ -272,7 +252,7 @@ class LateNonFiniteGradients(Check):
         header.gradients = ring.word
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """Collective only if a header shows a non-finite gradient and no earlier call of the same streak has warned."""
+        """Collective only if a row has a non-finite gradient, and no warning was given since the last finite row."""
         call, ring = step.call, self._rings[step.call.groups]
         ring.agreed += 1
         ring.call_names[ring.agreed] = str(call)
@@ -280,12 +260,12 @@ class LateNonFiniteGradients(Check):
         return self._judge(call, ring, agreement.column("gradients") if is_common else [])
 
     def flush_flag(self, groups: Groups) -> int:
-        """The flag of the header of an operation that may flush: this rank has rows that are not judged."""
+        """The flag for the header of an operation that may flush: this rank has rows that are not judged."""
         ring = self._rings.get(groups)
         return Flag.WATCHED if ring is not None and ring.judged < ring.agreed else 0
 
     def flush(self, call: Call) -> str | None:
-        """Collective: wait for all rows, and judge them. For ranks that all have the flag; the text of a warning."""
+        """Collective: wait for all rows, and judge them. All ranks must have the flag. The text of a warning."""
         ring = self._rings[call.groups]
         ring.drop_failed()
         ring.wait()
@@ -293,7 +273,7 @@ class LateNonFiniteGradients(Check):
         return self._judge(call, ring, words)
 
     def _begin(self, step: LocalStep, ring: _Ring) -> dict[tuple[str, ...], Part]:
-        """Let the devices find the non-finite gradients, and copy the answers to the host. The host does not wait."""
+        """Start the search for non-finite gradients on the devices. The host does not wait."""
         try:
             return _begin_parts(step, ring)
         except (RuntimeError, TypeError) as error:  # a backend without one of the operations
@@ -325,7 +305,7 @@ class LateNonFiniteGradients(Check):
     def _report(self, call: Call, name: str, ranks: Sequence[int], details: NonFinite) -> str | None:
         """Collective: the text about the call ``name``; None if GradScalers explain the gradients on all ranks.
 
-        The scales are the present scales: they may have come down since.
+        The scales are read now: they may have been greater in that call.
         """
         with call.phase("agree"):
             own = inspect(call, lambda: details, search=not self._has_searched_scalers)
@@ -343,13 +323,14 @@ def _has_bit(word: int, number: int) -> bool:
 
 
 def _gradients(step: LocalStep) -> Iterator[tuple[str, torch.Tensor]]:
-    """The elements of every gradient. The views of the slots exist already: new views would cost the host much time."""
+    """The elements of every gradient."""
     plan, packed = step.plan, step.packed
     if packed.sparse or any(flat is not buffer.flat for buffer, flat in zip(plan.buffers, packed.flats, strict=True)):
         for name, grad in packed.grads(plan):
             if grad is not None:
                 yield name, grad.values() if grad.is_sparse else grad
         return
+    # The views of the slots exist already: new views would cost the host much time.
     views = chain.from_iterable(buffer.views.made.tensors for buffer in plan.buffers)
     for slot, kind, view in zip(plan.layout.slots, packed.kinds, views, strict=True):
         if kind == DENSE:
@@ -365,16 +346,16 @@ def _begin_parts(step: LocalStep, ring: _Ring) -> dict[tuple[str, ...], Part]:
             alike.setdefault((real.device, real.dtype), {})[name] = real
     parts = {}
     for grads in alike.values():
-        # The greatest magnitude: unlike a sum of squares, it is finite if and only if all elements are.
+        # The greatest magnitude, because a sum of squares may be infinite although all elements are finite.
         greatest = torch.stack(internals.foreach_norm(list(grads.values()), float("inf")))
         parts[tuple(grads)] = ring.begin_part(torch.isfinite(greatest).logical_not().to(torch.int32))
     return parts
 
 
 def _tell_rest(ring: _Ring) -> None:
-    """Tell the first complete row of this rank that no call has judged. A device is not asked: it may be lost.
+    """Warn of the first complete row of this rank that no call has judged. Does not ask the device, which may be lost.
 
-    Not beside a GradScaler, which may have skipped the step: its scale would have to be read from the device.
+    Without a warning if there is a GradScaler: it may have skipped the step, and its scale is on the device.
     """
     ring.drop_failed()
     ring.look()

@@ -1,9 +1,9 @@
 """What this rank brings to an all_reduce: checked arguments and gradients in flat tensors, and the header.
 
-``Plan.collect`` (or ``Leaves`` with micro-batches) copies the gradients; here are the checks around the copy, the facts
+``Plan.collect`` (or ``Leaves`` with micro-batches) copies the gradients. Here are the checks around the copy, the facts
 about the gradients, and their norm.
 
-Metrics are figures of the training loop, read on this rank and summed over the ranks.
+Metrics are numbers of the training loop, read on each rank and summed over the ranks.
 """
 
 import json
@@ -25,12 +25,7 @@ from legacy_ddp._memory.plan import Plan
 from legacy_ddp._memory.segment import Segment
 from legacy_ddp._ranks.agree import Agreement
 from legacy_ddp._ranks.call import Call, check_can_communicate
-from legacy_ddp._ranks.header import (
-    Flag,
-    Header,
-    Participation,
-    encode_double,
-)
+from legacy_ddp._ranks.header import Flag, Header, Participation, encode_double
 from legacy_ddp._reproducible import Leaves
 from legacy_ddp._steps.backward_counter import BackwardCounter
 from legacy_ddp._steps.policy import check_complete
@@ -65,10 +60,10 @@ def read_numbers(
     *,
     reader: devices.Reader | None = None,
 ) -> dict[str, float]:
-    """Every value as a double. Tensors on another device than the CPU are read together, with one wait.
+    """Every value as a double. Tensors on other devices than the CPU are read together, with one wait.
 
-    ``expected``: the values that ``owner`` takes, for the text of an error. ``reader``: reads the tensors on a device
-    later, together with others: until then their values are NaN.
+    ``expected``: the values that ``owner`` takes, for the text of an error. ``reader``: reads these tensors later,
+    together with others. Until then their values are NaN.
 
     Raises:
         TypeError: a value is not a number, or has several elements; the text has ``owner`` and the name.
@@ -94,11 +89,6 @@ def _take(numbers: dict[str, float], name: str, number: float) -> None:
     numbers[name] = float(number)
 
 
-def fingerprint_names(metrics: Mapping[str, float]) -> int:
-    """The fingerprint of the names of the metrics."""
-    return fingerprint(json.dumps([*metrics]).encode())
-
-
 def sum_metrics(call: Call, agreement: Agreement, metrics: Mapping[str, float]) -> dict[str, float]:
     """The sum of every metric over the ranks, equal on every rank. ``metrics``: of this rank.
 
@@ -117,10 +107,10 @@ def sum_metrics(call: Call, agreement: Agreement, metrics: Mapping[str, float]) 
 
 
 def _sum(values: Sequence[float]) -> float:
-    """The exact sum, rounded once. With infinite values, or beyond the range of a double: the sum by ``+``."""
+    """The exact sum, rounded once."""
     try:
         return math.fsum(values)
-    except (OverflowError, ValueError):
+    except (OverflowError, ValueError):  # beyond the range of a double, or infinities of both signs
         return sum(values)
 
 
@@ -167,22 +157,16 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """Packed gradients of a rank, and their header.
+    """The packed gradients of a rank, and their header."""
 
-    ``kinds``: kind of every slot's gradient, all absent on a rank that takes no part. ``flats``: a tensor per
-    buffer, with the dense gradients. ``sparse``: the sparse gradients, coalesced, by slot. ``segments``: with
-    micro-batches the shared memory per tensor of ``flats``; None for the flat tensor of the buffer. ``metrics``: of
-    this rank, by name. ``stale``: positions of the gradients that hold an earlier result, as
-    :meth:`BackwardCounter.stale`.
-    """
-
-    kinds: Sequence[int]
-    flats: Sequence[torch.Tensor]
-    sparse: Mapping[int, torch.Tensor]
+    kinds: Sequence[int]  # of the gradient of every slot; all absent on a rank that takes no part
+    flats: Sequence[torch.Tensor]  # a tensor per buffer, with the dense gradients
+    sparse: Mapping[int, torch.Tensor]  # the sparse gradients, coalesced, by slot
     header: Header
+    # With micro-batches the shared memory of each of ``flats``; None for the flat tensor of the buffer.
     segments: Sequence[Segment | None] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    stale: Sequence[int] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of this rank, by name
+    stale: Sequence[int] = ()  # positions of the gradients that hold an earlier result, by BackwardCounter.stale()
 
     def grads(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every slot's name and gradient, in slot order."""
@@ -197,20 +181,19 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
     """Check arguments and gradients, and copy the gradients into flat tensors. Writes nothing that a user can see.
 
     Raises:
-        TypeError, ValueError: an unusable argument.
+        TypeError, ValueError: an unusable argument. ValueError: the group has no backend for a device.
         GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; an
             incomplete micro-batch; an exception ended a backward pass.
-        LegacyDDPError: called from inside backward or while a CUDA graph is captured.
-        ValueError: the group has no backend for a device.
+        LegacyDDPError: called from inside backward, or while a CUDA graph is captured.
     """
     with call.phase("pack"):
         check_can_communicate(call)
         reader = None if plan.layout.is_on_cpu else devices.Reader()
         metrics = {} if arguments.metrics is None else read_metrics(arguments.metrics, reader)
         header = _header_of(arguments.sample_size, arguments.skip, reader)
-        header.metric_names = fingerprint_names(metrics) if metrics else 0
+        header.metric_names = fingerprint(json.dumps([*metrics]).encode()) if metrics else 0
         has_peers = call.groups.size > 1
-        # Before the gradients are collected: where one is kept elsewhere, the results of the last call are forgotten.
+        # Before _collect(), which forgets the results of the last call if a gradient is kept elsewhere.
         stale = counter.stale(plan.parameters, is_weighted=header.participation == Participation.SAMPLES)
         grads = _collect(plan, leaves, header, reader)
         if reader is not None or plan.may_need_wire:
@@ -247,7 +230,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
 def _collect(
     plan: Plan, leaves: Leaves | None, header: Header, reader: devices.Reader | None
 ) -> Sequence[torch.Tensor | None]:
-    """Copy the gradients of a rank that takes part; those of an unread sample_size, too, which may turn out to be 0."""
+    """Copy the gradients of a rank that takes part. A sample_size that was not read yet may still be 0."""
     if leaves is not None:
         _require_sample_size(header)
         if reader is not None:
@@ -269,10 +252,7 @@ def _collect(
 def _read_together(
     call: Call, plan: Plan, grads: Sequence[torch.Tensor | None], header: Header, reader: devices.Reader
 ) -> None:
-    """Read metrics, sample_size and norm of the gradients with one wait of the host, if there is any of them.
-
-    Sparse gradients are read later, on their own.
-    """
+    """Read metrics, sample_size and the norm of dense gradients from the devices, with one wait of the host."""
     kinds = plan.kinds(grads)
     has_norm = header.takes_part and _wants_norm(call, plan) and max(kinds, default=ABSENT) < SPARSE
     flats = [buffer.views.flat for buffer in plan.buffers]
@@ -296,11 +276,7 @@ def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
 
 
 def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Packed) -> None:
-    """Allocate the memory that packing left out because shared memory was the transport: to send, or to receive.
-
-    Raises:
-        RuntimeError: no memory.
-    """
+    """Allocate the memory for gloo, which packing left out because shared memory was the transport."""
     _allocate(call, plan, has_wire=leaves is None)
     if leaves is not None:
         leaves.sums.reserve(packed.flats)
@@ -359,11 +335,7 @@ def _floating_dtype(size: object) -> torch.dtype | None:
 
 
 def _whole(size: Any, dtype: torch.dtype) -> int:
-    """A floating number without a fraction, as an int.
-
-    Raises:
-        ValueError: not a whole number, or so large that rounding may have changed it.
-    """
+    """A floating number as an int. ValueError: it has a fraction, or is so large that it may have been rounded."""
     number = float(size.item() if isinstance(size, torch.Tensor) else size)
     if not math.isfinite(number):
         raise ValueError(_RANGE.format(number))
@@ -402,7 +374,7 @@ def _require_sample_size(header: Header) -> None:
 
 
 def _check_undivided(call: Call, counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -> None:
-    """Refuse gradients divided by an earlier call, with or without a backward added since."""
+    """Refuse gradients that an earlier call has divided, with or without a backward since."""
     if is_repeat and not any(buffer.was_written for buffer in plan.buffers):
         raise GradientError(
             "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
@@ -441,7 +413,7 @@ def _how_to_add_up(call: Call) -> str:
 
 
 def _unheld(parameter: torch.Tensor) -> str:
-    """The likely cause where optimizers hold other tensors: zero_grad() of an optimizer then clears those."""
+    """The likely cause if optimizers hold other tensors than ``parameter``; else empty."""
     optimizers = internals.all_optimizers()
     held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     if not optimizers or id(parameter) in held:
@@ -453,7 +425,6 @@ def _unheld(parameter: torch.Tensor) -> str:
 
 
 def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
-    """Header flags about changes of gradients and weights since the last call."""
     flags = 0
     if counter.was_stepped(plan.parameters):
         flags |= Flag.STEPPED
@@ -462,7 +433,7 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
     if (
         counter.accumulations == 0
         and all(buffer.holds_only_views(grads[share]) for buffer, share in plan.slot_ranges)
-        # Gradients cleared in place count as cleared: a rank without a batch is not a rank that calls twice.
+        # Zeros count as cleared gradients: a rank without a batch is not a rank that calls twice.
         and have_nonzero(grad for grad in grads if grad is not None and grad.numel())
     ):
         flags |= Flag.REPEAT
@@ -476,7 +447,6 @@ def _wants_norm(call: Call, plan: Plan) -> bool:
 
 
 def _add_norm(header: Header, norm: float, finite: bool) -> None:
-    """Write norm and finiteness of the local gradient to the header."""
     header.flags |= Flag.VALUES if finite else Flag.VALUES | Flag.NONFINITE
     header.norm_bits = encode_double(norm)
 
@@ -496,8 +466,7 @@ def pieces_of(plan: Plan, packed: Packed) -> list[torch.Tensor]:
 def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
     """2-norm of all pieces together, and whether every element is finite.
 
-    Computed in the precision of the pieces (at least fp32), and again in fp64 if the norm overflows although every
-    element is finite.
+    Computed in the dtype of the pieces (at least fp32). If this overflows although every element is finite, in fp64.
     """
     norms = list(map(_norm, pieces))
     is_here = all(map(attrgetter("is_cpu"), norms))

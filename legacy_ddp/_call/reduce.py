@@ -1,7 +1,7 @@
 """The route of packed gradients, and the reducers that use the collectives of a process group. Collective (payload).
 
-A route has the reducers of a call in order: those of dense gradients, then the one of sparse gradients. Division comes
-after the sum; only fp16 on the wire is divided before and after the sum, see :func:`split_divisor`.
+A route has the reducers of a call in order: those of dense gradients, then that of sparse gradients. The sum is divided
+afterwards. Only sums sent as fp16 are divided before and after, see :func:`split_divisor`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,20 +14,8 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.pack import Packed
-from legacy_ddp._memory.flat_buffer import (
-    ABSENT,
-    DENSE,
-    SPARSE,
-    ZEROS,
-    FlatBuffer,
-)
-from legacy_ddp._memory.layout import (
-    Layout,
-    Run,
-    as_real,
-    cut_runs,
-    gradient_dtype,
-)
+from legacy_ddp._memory.flat_buffer import ABSENT, DENSE, SPARSE, ZEROS, FlatBuffer
+from legacy_ddp._memory.layout import Layout, Run, as_real, cut_runs, gradient_dtype
 from legacy_ddp._memory.plan import Plan
 from legacy_ddp._ranks.agree import Agreement, agree_on_kinds
 from legacy_ddp._ranks.call import Call
@@ -40,22 +28,17 @@ SMALLEST_PIECE_BYTES = 8 * 2**20
 
 @dataclass
 class Payload:
-    """The packed gradients of a call, what the ranks agreed on, and the result. Dense results go to the flat tensors.
-
-    ``transport``: of the route. ``kinds``: of every slot's reduced gradient. ``has_same_mask``: every rank has
-    gradients of these kinds. ``sparse``: the sparse results, by slot. ``size_bytes``: the bytes sent. ``prepared``:
-    left by :meth:`Reducer.prepare` for :meth:`Reducer.reduce`.
-    """
+    """Packed gradients of a call, what the ranks agreed on, and the result: dense gradients in the flat tensors."""
 
     plan: Plan
     packed: Packed
-    transport: str
-    kinds: Sequence[int]
-    has_same_mask: bool
+    transport: str  # of the route
+    kinds: Sequence[int]  # of the reduced gradient of every slot
+    has_same_mask: bool  # every rank has gradients of these kinds
     divisor: int
-    sparse: dict[int, torch.Tensor] = field(default_factory=dict)
-    size_bytes: int = 0
-    prepared: Any = None
+    sparse: dict[int, torch.Tensor] = field(default_factory=dict)  # the sparse results, by slot
+    size_bytes: int = 0  # sent
+    prepared: Any = None  # left by Reducer.prepare() for Reducer.reduce()
 
 
 class Reducer(ABC):
@@ -73,10 +56,7 @@ class Reducer(ABC):
     def reduce(self, call: Call, payload: Payload) -> int:
         """Collective: replace the gradients by their sum over the ranks, divided by ``payload.divisor``.
 
-        Afterwards they have the same bits on every rank.
-
-        Returns:
-            The number of bytes summed.
+        The result has the same bits on every rank. Returns the number of bytes summed.
         """
 
     def buffers_of(self, payload: Payload) -> list[tuple[FlatBuffer, slice]]:
@@ -85,9 +65,8 @@ class Reducer(ABC):
         return [ranges[index] for index in self.buckets]
 
     def dense_runs(self, payload: Payload) -> tuple[tuple[Run, ...], ...]:
-        """The runs of slots with a dense gradient on any rank, and of small gaps between them, per bucket. Kept until
-        the kinds change."""
-        if payload.kinds != self._kinds:
+        """Per bucket the runs of slots with a dense gradient on any rank, with small gaps between them."""
+        if payload.kinds != self._kinds:  # else as in the call before
             are_dense = [kind == DENSE for kind in payload.kinds]
             self._runs = tuple(
                 tuple(buffer.bucket.runs(are_dense[share], max_gap=buffer.bucket.max_gap))
@@ -111,7 +90,7 @@ class Route:
         """Collective: sum the packed gradients over the ranks and divide.
 
         Raises:
-            CommHookError: the hook's result cannot be a gradient; no gradient changed.
+            CommHookError: the result of the hook cannot be a gradient. No gradient changed.
             LostPeerError: a rank was lost. The content of the flat tensors is then undefined, as after an interrupt.
         """
         if agreement.divisor == 0:
@@ -129,13 +108,12 @@ class Route:
 def kinds_of_results(call: Call, reduced: Payload) -> Sequence[int]:
     """The kinds of the gradients after the call. ``absent_gradients="zeros"`` turns ABSENT into ZEROS, except for a
     parameter that has had a sparse gradient.
-
-    Every rank makes the zeros itself. The names of sparse gradients belong to the group, whose ranks have made the same
-    calls: a rank may have a newer plan than the others, or other sparse gradients from another group.
     """
     kinds = reduced.kinds
     if call.settings.absent_gradients == "none" or not reduced.divisor:
         return kinds
+    # The names of sparse gradients are kept by group, whose ranks have made the same calls. The plan of a rank may be
+    # newer than that of another, or have sparse gradients from another group.
     slots, sparse = reduced.plan.layout.slots, call.group_state.sparse
     if max(kinds, default=ABSENT) >= SPARSE:
         sparse.update(slot.name for slot, kind in zip(slots, kinds, strict=True) if kind >= SPARSE)
@@ -149,10 +127,10 @@ def kinds_of_results(call: Call, reduced: Payload) -> Sequence[int]:
 def discard_gradients(call: Call, plan: Plan, leaves: Leaves | None) -> None:
     """After an error that is no :class:`AgreedError`, drop all gradients if some may be half reduced.
 
-    Without shared memory they may be half reduced from the hook or the payload on. With shared memory, other ranks may
-    write to the flat tensors of this rank from the header on, also after a failure here. The memory is dropped, too: a
-    broken-off collective, or another rank or thread, may still write to it.
+    Drops their memory, too: an unfinished collective, or another rank or thread, may still write to it.
     """
+    # Without shared memory gradients change from the hook or the payload on. With shared memory, other ranks may write
+    # to the flat tensors of this rank from the header on, also after a failure here.
     if any(call.segments.serials) or call.phase_name in ("hook", "payload", "alias"):
         plan.discard_gradients()
         if leaves is not None:
@@ -163,7 +141,6 @@ class GroupReducer(Reducer):
     """All-reduce of dense gradients on the group of each device, in stretches of at most ``buffer_size`` elements."""
 
     def reduce(self, call: Call, payload: Payload) -> int:
-        """Start all collectives, then wait for each of them."""
         started, divisor = [], payload.divisor
         for (buffer, share), runs in zip(self.buffers_of(payload), self.dense_runs(payload), strict=True):
             fill_missing(payload, buffer, share, runs, buffer.flat)
@@ -205,9 +182,8 @@ def fill_missing(payload: Payload, buffer: FlatBuffer, share: slice, runs: Seque
     """Fill the slots left out by packing, so that all ranks bring the same slots.
 
     An absent gradient becomes zeros inside ``runs``, the parts of the flat tensor that are sent. A sparse gradient
-    becomes dense where the ranks have agreed on a dense result.
-
-    ``flat``: the flat tensor of ``buffer``, or a tensor like it. ``share``: the slots of ``buffer`` among all slots.
+    becomes dense if the ranks have agreed on a dense result. ``flat``: the flat tensor of ``buffer``, or a tensor like
+    it. ``share``: the slots of ``buffer`` among all slots.
     """
     packed = payload.packed
     own_kinds = packed.kinds[share]
@@ -222,9 +198,9 @@ def fill_missing(payload: Payload, buffer: FlatBuffer, share: slice, runs: Seque
 def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, float]:
     """(before, after): divisors before and after the sum over ``size`` ranks.
 
-    fp16 is divided by about the square root of ``size`` on either side of the sum (the split that PyTorch's FSDP2 uses,
+    fp16 is divided by about the square root of ``size`` before and after the sum (the split of PyTorch's FSDP2,
     ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), and by a sample count before the sum. The divisor
-    before the sum is a power of two: an exact division, unless it underflows.
+    before the sum is a power of two, so that this division is exact unless it underflows.
     """
     if wire != torch.float16 or size == 1:
         return 1.0, float(divisor)
@@ -234,9 +210,8 @@ def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, fl
 
 
 def _cut(call: Call, buffer: FlatBuffer, runs: Sequence[Run], buffer_size: int) -> list[Run]:
-    """The pieces, one for each collective. On gloo a bucket is cut in halves: the first half is divided while the
-    second half is in flight."""
     piece = buffer_size
+    # On gloo a bucket is cut in halves: the first half is divided while gloo sends the second.
     if call.groups.is_private(call.groups.payload(buffer.bucket.device)):
         half = (sum(stop - start for start, stop in runs) + 1) // 2
         piece = min(piece, max(half, SMALLEST_PIECE_BYTES // buffer.payload.itemsize))
@@ -260,14 +235,14 @@ def _start(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> Any:
 
 def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
     start, stop = run
-    flat = as_real(buffer.flat[start:stop])  # divided as complex numbers, inf + 0 j would become inf + nan j
+    flat = as_real(buffer.flat[start:stop])  # a division of complex numbers would turn inf + 0 j into inf + nan j
     if call.groups.size == 1:
         after = float(divisor)
     else:
         wire = as_real(buffer.payload[start:stop])
         _, after = split_divisor(divisor, call.groups.size, wire.dtype)
         if buffer.wire is not None:
-            # The sum may need the wider range of the two dtypes, the quotient does not.
+            # Divide in the dtype of the wider range: the sum may overflow the other, the quotient does not.
             if torch.finfo(wire.dtype).max > torch.finfo(flat.dtype).max:
                 wire.div_(after)
                 after = 1.0
@@ -277,7 +252,7 @@ def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
 
 
 class SparseReducer(Reducer):
-    """Sums of sparse gradients, in rank order. The last part of a route: sparse gradients have no buckets."""
+    """Sums of sparse gradients, in rank order. Has no buckets, and is the last part of a route."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -298,10 +273,7 @@ class SparseReducer(Reducer):
 
 
 def _reduce_sparse(call: Call, grad: torch.Tensor, lengths: Sequence[int], divisor: int) -> tuple[torch.Tensor, int]:
-    """Sum of every rank's coalesced ``grad``, divided; and the bytes sent.
-
-    ``lengths[r]``: number of entries on rank r.
-    """
+    """The sum of the coalesced ``grad`` of all ranks, divided, and the bytes sent. ``lengths``: entries by rank."""
     group, longest = call.groups.payload(grad.device), max(lengths)
     indices = grad.indices().new_zeros((grad.sparse_dim(), longest))
     indices[:, : lengths[call.groups.rank]] = grad.indices()

@@ -1,14 +1,14 @@
-"""Replicas that differ between ranks: an error, or a warning, before any gradient moves.
+"""Replicas that differ between ranks: an error, or a warning, before any gradient changes.
 
-On a device the digests in turns are told some calls later, because the host does not wait (:class:`Ring`). The header
-of a call carries the newest complete row of a rank, and the digest of one row, the same on all ranks: the next row that
-was complete on all ranks in the call before. So every row is compared once, in order, two calls after its own at the
-earliest.
+On a device the digests in turns are compared some calls later, because the host does not wait (:class:`Ring`). The
+header of a call carries two facts about the rows of a rank: which is the newest complete row, and the digest of the
+next row to compare. This is the row after the last compared one, if it was complete on all ranks in the call before. So
+every row is compared once, in order, at the earliest two calls after its own.
 
-A rank has no digest of a row, and no rank compares it, if its replica was divided into other parts since, if buffers
-were found to be statistics, after a broadcast of parameters, or after a call that failed.
+A rank has no digest of a row, and no rank compares it, if meanwhile its replica was divided into other parts, buffers
+were found to be statistics, the parameters were broadcast, or a call failed.
 
-Buffers that some ranks alone hold are told in the first call after the names have changed (:class:`BufferNames`).
+Buffers that only some ranks hold are reported in the first call after the names have changed (:class:`BufferNames`).
 """
 
 import weakref
@@ -31,15 +31,14 @@ from legacy_ddp._replicas.rotation import PeriodicDigests, Reading, RotatingDige
 from legacy_ddp._replicas.state import named_buffers
 from legacy_ddp._text import Finding, compare_groups, error_line, list_some
 
-MAX_WARNINGS = 5  # of a wrapper: a cache may have a buffer for every size of its inputs
+MAX_WARNINGS = 5  # per wrapper: a cache may have a buffer for every size of its inputs
 
 
 class BufferNames(Check):
     """Compares the names of all buffers, also of buffers that are not saved: in the first call on a process group, and
     in every call in which the names of a rank have changed.
 
-    The walk over the parameters tells whether a name may have changed: other calls cost a comparison. Values are
-    compared elsewhere (``_replicas``), where a buffer of some ranks alone cannot be.
+    Values are compared elsewhere (``_replicas``), which cannot compare a buffer that only some ranks hold.
     """
 
     section = "Buffers of some ranks"
@@ -50,7 +49,7 @@ class BufferNames(Check):
         self._raises = checks.compares_replicas or checks.divergence == "raise"
         self._left_out = settings.ignore, checks.local_buffers
         self._wrapper, self._walk = subject.wrapper_reference, subject.planner.walk
-        self._tree: object = None  # of the walk, as of the names
+        self._tree: object = None  # of the walk, when the names were found: only with another may a name have changed
         self._names: list[str] = []
         self._compared: weakref.WeakKeyDictionary[Groups, list[str]] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
@@ -67,11 +66,8 @@ class BufferNames(Check):
             step.header.flags |= Flag.RENAMED
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """Collective only if the names of a rank have changed.
-
-        Raises:
-            LayoutError: ranks hold different buffers, with ``"detail"`` or ``divergence="raise"``.
-        """
+        """Collective only if the names of a rank have changed. A warning, or a LayoutError with ``"detail"`` or
+        ``divergence="raise"``."""
         if not (agreement.common_flags & Flag.NAMED and agreement.some_flags & Flag.RENAMED):
             return None
         with step.call.phase("agree"):
@@ -93,7 +89,6 @@ class BufferNames(Check):
             self._compared[step.call.groups] = self._names
 
     def _find(self) -> list[str]:
-        """The names of this rank, sorted."""
         wrapper: Any = self._wrapper()  # not None: it makes the call
         return sorted(
             f"buffer {name!r}" for item in named_buffers(wrapper.module, *self._left_out) for name in item.names
@@ -119,25 +114,21 @@ _OLDEST = 255
 
 
 class _Ring(Ring[Reading]):
-    """The digests of calls on a process group.
-
-    ``compared``: the newest row that was compared. ``has_next``: the headers of the present call have the digests of
-    the next row. Both are equal on all ranks. ``digests``: of the complete rows that were not compared, by number.
-    """
+    """The digests of calls on a process group."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.compared = 0
-        self.has_next = False
-        self.digests: dict[int, tuple[Reading, int]] = {}
+        self.compared = 0  # the newest row that was compared; equal on all ranks
+        self.has_next = False  # the headers of the present call have the digests of the next row; equal on all ranks
+        self.digests: dict[int, tuple[Reading, int]] = {}  # of complete rows that were not compared, by number
 
     def take(self, row: Row[Reading]) -> None:
-        # In memory of their own: the integers of a part are not aligned for 64 bits.
+        # Copied, because the integers of a part are not aligned for 64 bits.
         sums = [number for part in row.parts for number in part.integers.clone().view(torch.int64).tolist()]
         self.digests[row.number] = row.subject, row.subject.digest(sums) % _DIGESTS or 1
 
     def word(self, generation: int) -> int:
-        """What the header of this rank carries: the digest of the next row, or 0 if it is of an earlier generation; and
+        """What the header of this rank carries: the digest of the next row (0 if that is of an earlier generation), and
         the age of the newest complete row."""
         reading, value = self.digests[self.compared + 1] if self.has_next else (None, 0)
         value = value if reading is not None and reading.generation == generation else 0
@@ -145,8 +136,8 @@ class _Ring(Ring[Reading]):
         return value << _AGE_BITS | age
 
     def go_on(self, words: Sequence[int]) -> tuple[int, Sequence[int]] | None:
-        """Note that the ranks agree on a call, whose headers have ``words``. The number of the call whose digests they
-        compare, if any, and the digest of each rank."""
+        """Note that the ranks agree on a call, whose headers have ``words``. Returns the number of the call whose
+        digests are compared, and the digest of each rank; None without such a call."""
         newest = self.agreed - max(word & _OLDEST for word in words)
         self.agreed += 1
         found = None
@@ -159,16 +150,16 @@ class _Ring(Ring[Reading]):
 
 
 class Replicas(Check):
-    """Compares the replicas of all ranks. ``digests``: of this rank; None if nothing is compared."""
+    """Compares the replicas of all ranks."""
 
     section = "Replicas differ"
 
     def __init__(self, subject: Subject) -> None:
         settings, planner, wrapper = subject.settings, subject.planner, subject.wrapper
         checks = settings.checks
-        self.digests: ReplicaDigests | None = None
+        self.digests: ReplicaDigests | None = None  # of this rank; None if nothing is compared
         self._failure = ""  # of the trial of a device, until it is told
-        self._late: RotatingDigests | None = None  # ``digests``, if the devices tell them some calls later
+        self._late: RotatingDigests | None = None  # ``digests``, if they are compared some calls later
         if checks.compares_replicas and wrapper is not None and checks.every == 1:
             self.digests = StepHistory(wrapper, settings, planner.counter.policy)
         elif checks.compares_replicas and wrapper is not None:
@@ -197,7 +188,7 @@ class Replicas(Check):
         call, digests = step.call, self.digests
         if digests is None:
             return None
-        # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
+        # Also after a forward that is not seen: of the module itself, or of a compiled wrapper.
         digests.buffers.has_run |= step.header.micro_batches > 0
         if self._late is not None:
             explained = self._compare_row(call, self._late, agreement)
@@ -243,7 +234,7 @@ class Replicas(Check):
                 self.digests.buffers.mark(wrapper.module)
 
     def _compare_digests(self, call: Call, digests: ReplicaDigests, agreement: Agreement) -> ExplainedReplicas | None:
-        # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
+        # Otherwise nothing is due in this call, or checks are off on some rank (perhaps on a rank that left).
         if not agreement.common_flags & Flag.SIGNED:
             return None
         if agreement.headers.is_equal("replica"):
@@ -254,7 +245,6 @@ class Replicas(Check):
         return digests.compare(call, left, compared)
 
     def _begin_row(self, step: LocalStep, digests: RotatingDigests) -> None:
-        """Let the devices begin the digest of this call. The host does not wait."""
         call = step.call
         ring = self._rings.get(call.groups)
         if ring is None:
@@ -272,7 +262,7 @@ class Replicas(Check):
         step.header.generators = ring.word(digests.generation)
 
     def _close(self, call: Call, reason: str) -> None:
-        """Compare no replicas any more: without a digest of this rank no rank does."""
+        """Compare no replicas any more, on any rank: the digest of this rank is missing from now on."""
         self.digests, self._late, self.is_on, self._failure = None, None, False, ""
         text = (
             f"{call}: replicas on this device cannot be digested ({reason}); not tried again, and not compared on any "
@@ -281,7 +271,7 @@ class Replicas(Check):
         warn(call.groups.rank, text, self.section)
 
     def _compare_row(self, call: Call, digests: RotatingDigests, agreement: Agreement) -> ExplainedReplicas | None:
-        """Compare the digests of an earlier call, if its row is the next, and every rank has a digest."""
+        """Compare the digests of the next row, if it was complete on all ranks and every rank has a digest of it."""
         found = self._rings[call.groups].go_on(agreement.column("generators"))
         if found is None or not all(found[1]):
             return None

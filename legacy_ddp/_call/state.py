@@ -43,7 +43,7 @@ P = ParamSpec("P")
 
 
 class Event(OrderedDict[int, Callable[P, object]], Generic[P]):
-    """Callbacks of an event, by the id of the handle."""
+    """The callbacks of an event, by the id of the handle."""
 
     @argument_errors
     def add(self, callback: Callable[P, object]) -> RemovableHandle:
@@ -59,13 +59,12 @@ class Event(OrderedDict[int, Callable[P, object]], Generic[P]):
         return handle
 
     def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call every callback, in the order of registration."""
         for callback in tuple(self.values()):
             callback(*args, **kwargs)
 
 
 class Observers:
-    """Events of a wrapper or module. An event without callbacks is false, which a call tests before it notifies."""
+    """The events of a wrapper or module. An event without callbacks is false: a call tests this before it notifies."""
 
     def __init__(self) -> None:
         # A forward pass of the wrapper begins, not inside compiled code: callback(args, kwargs).
@@ -82,7 +81,7 @@ class Observers:
 
 @contextmanager
 def private_forwards() -> Iterator[None]:
-    """For the block, forward passes, operations and ``no_sync()`` blocks are no part of the user's step."""
+    """In the block, forward passes, operations and ``no_sync()`` blocks are not counted as parts of the user's step."""
     block = object()
     with undone_by(partial(_private_blocks.pop, block, None)):
         _private_blocks[block] = None
@@ -95,16 +94,14 @@ def are_forwards_private() -> bool:
 
 
 class _OnGroup(NamedTuple):
-    """What a set of parameters has on a process group."""
-
     state: GroupState
     transport: Transport
 
 
 class Synchronizer:
-    """Plan, counters per process group, observers and warnings of a set of parameters.
+    """The plan, the counters per process group, the observers and the warnings of a set of parameters.
 
-    ``module``: of the parameters, None for parameters without one.
+    ``module``: None for parameters without a module.
     """
 
     def __init__(
@@ -123,7 +120,7 @@ class Synchronizer:
             guard_steps()
         if settings.checks.level != "off":
             watch_uses()
-        # By the user's group: a wrapper that comes back to a group finds its counters there.
+        # By the user's group: a wrapper that returns to an earlier group continues with its counters.
         self.on_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _OnGroup] = weakref.WeakKeyDictionary()
         self._is_notifying = False
 
@@ -133,7 +130,6 @@ class Synchronizer:
         return next((check.digests for check in self.checks.all if isinstance(check, Replicas)), None)
 
     def use(self, settings: Settings) -> None:
-        """Use other settings from the next call on."""
         self.planner.change_settings(settings)
         self.settings = settings
 
@@ -165,17 +161,17 @@ class Synchronizer:
         return Call(found.state, operation, self.settings, self.module_class)
 
     def transport_text(self, group: dist.ProcessGroup) -> str:
-        """The transport of dense gradients on ``group``, for a reader; empty before the first call."""
+        """The transport of dense gradients on ``group``, as text; empty before the first call."""
         found = self.on_groups.get(group)
         return "" if found is None else found.transport.text
 
     def expected_transport(self, group: dist.ProcessGroup) -> str:
-        """The transport of the next call on ``group``, as far as it is known; empty for a single rank."""
+        """The transport of the next call on ``group``, as text; empty for a single rank, or if nothing is known yet."""
         found = self.on_groups.get(group)
         return "" if found is None else found.transport.expected_text
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_training: bool) -> None:
-        """A forward of the wrapper begins: local, and without effect on the forward."""
+        """Local: a forward of the wrapper begins. Has no effect on the forward."""
         if _private_blocks:
             return
         if torch.is_grad_enabled():
@@ -188,7 +184,7 @@ class Synchronizer:
             self.observers.forward.notify(args, kwargs)
 
     def idle_call(self, group: dist.ProcessGroup) -> SyncRecord:
-        """A call inside no_sync(), which does nothing: its record. Local."""
+        """Local: the record of a call inside no_sync(), which does nothing."""
         self.policy.idle_calls += 1
         for check in self.checks.with_idle_call:
             if check.is_on and (text := check.idle_call()):
@@ -196,7 +192,7 @@ class Synchronizer:
         return SyncRecord(call=0, synchronized=False, metrics=NoMetrics())
 
     def end_call(self, record: SyncRecord) -> SyncRecord:
-        """The end of a call for the caller: show the warnings, and call the ``on_sync()`` callbacks."""
+        """Show the warnings of a call, and call the ``on_sync()`` callbacks. Returns ``record``."""
         if self.warnings.pending:
             self.warnings.emit()
         if self.observers.returned:
@@ -206,19 +202,18 @@ class Synchronizer:
         return record
 
     def flush(self, call: Call, agreement: Agreement) -> None:
-        """Collective, if all ranks have the flag of ``checks.flush_flag()`` in their headers: wait for the devices, and
-        add the warning about earlier calls. The caller shows it."""
+        """If all ranks have the flag of ``checks.flush_flag()`` in their headers, wait for the devices, and add the
+        warning about earlier calls, which the caller shows. Collective with the flag."""
         if agreement.common_flags & Flag.WATCHED and (text := self.checks.flush(call)):
             self.warnings.add_everywhere(call, text, LateNonFiniteGradients.section)
 
     def note_new_parameters(self, plan: Plan) -> None:
-        """Note a broadcast of the parameters, which does not count as a step."""
+        """Note a broadcast of the parameters. It does not count as a step."""
         self.planner.counter.ignore_earlier_writes(plan.parameters)
         for check in self.checks.all:
             check.restart()
 
     def note_new_buffers(self) -> None:
-        """Note that all ranks hold equal buffers, or should: at construction and after a broadcast."""
         for check in self.checks.all:
             check.restart_buffers()
 
@@ -232,11 +227,11 @@ class Synchronizer:
 
 
 def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, Callable[[], Columns]]:
-    """The synchronizer of a module or of parameters, and a function for the names of the parameters.
+    """The synchronizer of a module or of parameters, and a function that returns the parameters with their names.
 
-    The synchronizer lives as long as the module, or the first of the parameters. A wrong argument raises its error when
-    the function is called: inside the call, which announces the error to the other ranks. Without a process
-    group the error is raised at once.
+    The synchronizer lives as long as the module, or the first of the parameters. A wrong argument raises its error in
+    this function: a call runs it and announces the error to the other ranks. Without a process group the error is
+    raised at once.
     """
     try:
         if isinstance(module_or_params, nn.Module):
@@ -271,8 +266,9 @@ def _of_nothing() -> Synchronizer:
 
 
 class _SynchronizerHook(PassiveHook):
-    """A hook without effect, which keeps a synchronizer for as long as the parameter lives. A weak dictionary would
-    not do: torch refuses to swap the contents of a tensor that has weak references."""
+    """A hook without effect, which keeps a synchronizer for as long as the parameter lives."""
+
+    # A weak dictionary is not usable: torch refuses to swap the contents of a tensor that has weak references.
 
     def __init__(self) -> None:
         self.synchronizer = _new()
@@ -294,7 +290,7 @@ def _of_parameters(parameters: Sequence[torch.Tensor]) -> Synchronizer:
 
 
 def _tensors(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    is_single = isinstance(given, torch.Tensor) or not isinstance(given, Iterable)  # a tensor is a row of tensors, too
+    is_single = isinstance(given, torch.Tensor) or not isinstance(given, Iterable)  # a tensor is iterable, too
     parameters: list[Any] = [given] if is_single else list(given)
     others = [type(parameter).__name__ for parameter in parameters if not isinstance(parameter, torch.Tensor)]
     if others:
@@ -310,7 +306,6 @@ def _tensors(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @lru_cache(maxsize=4)
 def _numbers(count: int) -> list[str]:
-    """Names of parameters by their position."""
     return [f"{index:06d}" for index in range(count)]
 
 

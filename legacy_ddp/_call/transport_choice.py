@@ -1,8 +1,7 @@
 """The transport of dense gradients: memory shared by the ranks of a host, gloo, or the user's group for a device.
 
-The first all_reduce of a wrapper on a group chooses between shared memory and gloo for the gradients on CPU, equally on
-all ranks. The choice stays, except that with ``transport="auto"`` a later failure of shared memory changes it to gloo,
-once.
+For gradients on CPU, the first all_reduce of a wrapper on a group chooses shared memory or gloo, the same on all ranks.
+The choice stays. Only a later failure of shared memory changes it to gloo, with ``transport="auto"``.
 """
 
 from collections.abc import Sequence
@@ -12,13 +11,7 @@ from legacy_ddp._call.check import Warnings
 from legacy_ddp._call.comm_hook import HookReducer
 from legacy_ddp._call.host_sum import BetweenHostsReducer, HostReducer, PeerMemory
 from legacy_ddp._call.pack import Packed, allocate_for_gloo
-from legacy_ddp._call.reduce import (
-    GroupReducer,
-    GroupTreeReducer,
-    Reducer,
-    Route,
-    SparseReducer,
-)
+from legacy_ddp._call.reduce import GroupReducer, GroupTreeReducer, Reducer, Route, SparseReducer
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
 from legacy_ddp._memory.layout import Layout
@@ -53,7 +46,7 @@ class Transport:
         self._route: Route | None = None  # of the last call
 
     def before_pack(self) -> None:
-        """Let the flat tensors lie in segments from the next allocation on, if the group may use shared memory."""
+        """Allocate flat tensors in shared memory from now on, if the group may use it."""
         settings, segments = self._planner.settings, self._planner.segments
         is_open = not self._choice or (self._choice == HOST and settings.comm_hook is not None)
         if is_open and self._groups.size > 1 and settings.transport != HOST and (reason := self._why_gloo(settings)):
@@ -63,9 +56,9 @@ class Transport:
         segments.problem = ""  # of an earlier call, perhaps on another group
 
     def announce(self, plan: Plan, packed: Packed) -> SegmentIds:
-        """The message to the other ranks about the segments of this rank."""
+        """What the other ranks must know about the segments of this rank."""
         segments, serials = self._own_segments(plan, packed), []
-        # None: the sum lies in ordinary memory, and after another number of micro-batches in its segment again.
+        # None: the sum is in ordinary memory. With another number of micro-batches it may be in its segment again.
         may_come_back = None in segments
         for segment in segments:
             serials.append(0 if segment is None else segment.serial)
@@ -74,11 +67,7 @@ class Transport:
         return SegmentIds(tuple(serials), may_come_back)
 
     def require_host(self, call: Call) -> None:
-        """Refuse ``transport="host"`` where the ranks cannot share memory.
-
-        Raises:
-            TransportError: on all ranks, with the reason.
-        """
+        """Raise a TransportError, on all ranks, if ``transport="host"`` is set and the ranks cannot share memory."""
         settings = self._planner.settings
         if settings.transport == HOST and self._groups.size > 1 and (reason := self._why_gloo(settings)):
             raise self._impossible(call, reason)
@@ -89,8 +78,8 @@ class Transport:
         A change from shared memory to gloo is a warning, equal on all ranks.
 
         Raises:
-            TransportError: on all ranks: ``transport="host"`` is not possible, or not possible any more; or gloo has no
-                memory, and the next call tries again.
+            TransportError: on all ranks: ``transport="host"`` is not possible (any more); or gloo has no memory, and
+                the next call tries again.
         """
         segments = call.peer_segments
         if self._choice != GLOO and segments is not None and plan.layout.shared_buckets:
@@ -103,14 +92,14 @@ class Transport:
 
     @property
     def text(self) -> str:
-        """The transport with the reason for a fallback, for a reader; empty for a single rank."""
+        """The transport, with the reason for a fallback; empty for a single rank."""
         if self._groups.size == 1 or self._choice or self._groups.host_problem:
             return self.expected_text
         return f"{self.expected_text} (from the first call on)"
 
     @property
     def expected_text(self) -> str:
-        """As :attr:`text`; before the first call, the choice that it will make unless memory is missing."""
+        """As :attr:`text`. Before the first call: what it will choose, unless memory is missing."""
         if self._groups.size == 1:
             return ""
         if self._choice:
@@ -123,7 +112,7 @@ class Transport:
         log_transport(self._groups.rank, self.text)
 
     def _why_gloo(self, settings: Settings) -> str:
-        """Why shared memory is not possible, as far as is known before a call; empty if it may be."""
+        """Why shared memory is not possible, as far as is known before a call; empty if it may be possible."""
         if settings.transport == GLOO:
             return 'transport="gloo"'
         if settings.comm_hook is not None:
@@ -152,10 +141,7 @@ class Transport:
         return segments + [packed.segments[index] for index in shared] if packed.segments else segments
 
     def _share(self, call: Call, plan: Plan, packed: Packed, segments: bytes) -> PeerMemory | None:
-        """Collective: the memory with the ``segments`` of all ranks, None if gloo is the choice from now on.
-
-        ``segments``: as exchanged.
-        """
+        """Collective: the memory with the exchanged ``segments`` of all ranks; None: gloo is the choice from now on."""
         memory, was_on_host = self._memory or PeerMemory(self._groups.size), self._choice == HOST
         own = partial(self._own_segments, plan, packed)
         reason = self._problem_of(call, plan.layout, decode_segments(segments)) or memory.settle(call, segments, own)
@@ -171,7 +157,7 @@ class Transport:
         return None
 
     def _problem_of(self, call: Call, layout: Layout, segments: Sequence[SegmentIds]) -> str:
-        """Why some rank has no segment in place of a flat tensor."""
+        """Why a flat tensor of some rank is in no segment; empty if all are. Collective if one is in none."""
         count = len(layout.shared_buckets)
         if count > MAX_BUCKETS:
             return f"{count} buckets, more than {MAX_BUCKETS}"
@@ -180,7 +166,7 @@ class Transport:
         return call.first_problem(self._planner.segments.problem) or "a rank has no shared memory yet"
 
     def _leave_host(self, call: Call, plan: Plan, packed: Packed) -> None:
-        """Prepare gloo for gradients that were packed for shared memory. Warns once per group."""
+        """Collective: prepare gloo for gradients that were packed for shared memory. Warns once per group."""
         policy = self._planner.segments
         policy.wanted = policy.chosen = False
         problem = ""
@@ -206,19 +192,15 @@ class Transport:
         self._warnings.add_everywhere(call, text, "Shared memory has failed")
 
     def _route_for(self, layout: Layout, memory: PeerMemory | None) -> Route:
-        """The route of a layout, kept from call to call: other settings make a new layout, too.
-
-        ``memory``: of the host, if it carries this call.
-        """
+        """The route of a layout. ``memory``: of the host, if it carries this call."""
         transport = HOST if memory is not None else GLOO if self._groups.size > 1 else ""
-        route = self._route
+        route = self._route  # kept from call to call; other settings make a new layout
         if route is None or route.layout is not layout or route.transport != transport:
             parts = [*self._dense_parts(layout, memory), SparseReducer()]
             route = self._route = Route(layout, transport, parts)
         return route
 
     def _dense_parts(self, layout: Layout, memory: PeerMemory | None) -> list[Reducer]:
-        """The reducers of all dense gradients. A path for another device is another class here."""
         every, settings = range(len(layout.buckets)), self._planner.settings
         if settings.comm_hook is not None:
             return [HookReducer(every, settings.comm_hook)]

@@ -1,9 +1,9 @@
-"""Detection of a training without effect, or of each rank alone: gradients that are cleared before the call, or that no
+"""Detection of training without effect, or of each rank alone: gradients that are cleared before the call, or that no
 step uses, and steps without a call.
 
-Nothing is wrong in a single call: a rank may drop its gradients, and a step may come later. Only a row of calls, or of
-forward passes, tells. While gradients are there and parameters are written to, the cost of a call is a comparison, and
-in every 16th call a look at each parameter.
+A single call is no evidence: a rank may drop its gradients, and a step may come later. Evidence is a series of calls,
+or of forward passes. If gradients are there and parameters change, the checks cost a comparison in each call, and a
+look at each parameter in every 16th call.
 """
 
 import weakref
@@ -30,10 +30,9 @@ _CLEARED_CALLS = 5
 _WINDOW = 16  # calls between two looks at the parameters
 _STEPS = 5  # in a window: fewer are no evidence
 _LOCAL_STEPS = 20
-_FORWARDS = 8  # without a call: more are looked at
+_FORWARDS = 8  # without a call: after more, parameters are compared
 _WRITES = 10  # between such forwards
 _SAMPLED, _SAMPLE = 4, 64  # parameters, and elements of each, whose values are compared
-
 
 _CLEAR_LATER = "call zero_grad() between step() and the next backward()"
 _NOTHING = f"nothing is trained;\n{_CLEAR_LATER}"
@@ -46,9 +45,9 @@ _IN_HOOK = (
 
 
 class ClearedGradients(Check):
-    """Backward ran on a rank, and then every gradient was cleared before the call, in call after call.
+    """Warns if backward runs on a rank, and then every gradient is cleared before the call, in call after call.
 
-    Zeros that backward itself has made are no sign: a batch without a loss may be meant to count as zeros.
+    Zeros that backward has written are no evidence: a batch without a loss may be meant to count as zeros.
     """
 
     section = "Gradients that were cleared before the call"
@@ -80,8 +79,7 @@ class ClearedGradients(Check):
 
 
 def _were_cleared(step: LocalStep) -> bool:
-    """Whether every gradient that backward has reached is gone, or is zero and was written to after backward, by no
-    hook."""
+    """Whether every gradient that backward has reached is None, or zero and written to after backward by no hook."""
     kinds, norm = step.packed.kinds, step.header.local_norm
     if norm is None and kinds.count(ABSENT) < len(kinds):  # on a device: no norm without a wait
         return False
@@ -94,7 +92,10 @@ def _were_cleared(step: LocalStep) -> bool:
 
 
 class StepKinds(StepObserver):
-    """Counts steps: ``own`` of optimizers with one of the parameters, ``idle`` of others without new gradients."""
+    """Counts steps: ``own`` of optimizers with one of the parameters, ``idle`` of others without new gradients.
+
+    A step of another optimizer is idle if its tensors have no gradients, or those of its step before.
+    """
 
     def __init__(self, policy: StepPolicy) -> None:
         super().__init__(policy)
@@ -102,16 +103,10 @@ class StepKinds(StepObserver):
         self._marks: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[object, int]] = weakref.WeakKeyDictionary()
         self.own = self.idle = 0
 
-    def clear(self) -> None:
-        """Count from 0."""
-        self.own = self.idle = 0
-
     def end_step(self, _: torch.optim.Optimizer) -> None:
-        """Count a step of the parameters."""
         self.own += 1
 
     def count_other_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of other tensors, if they have no gradients, or those of the step before."""
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         grad = next((grad for parameter in held if (grad := parameter.grad) is not None), None)
         if grad is None:
@@ -123,12 +118,12 @@ class StepKinds(StepObserver):
 
 
 class UntrainedParameters(Check):
-    """Gradients are reduced and steps are made, but no step writes to the parameters, and no optimizer holds them.
+    """Warns of parameters whose gradients are reduced, but that no step writes to and no optimizer holds.
 
-    Told of all parameters, if no optimizer with one of them steps, but an optimizer without new gradients does. Else of
-    those that were frozen, or not there, in the first plan; and of those that took the place of others, which an
-    optimizer holds. Other parameters without an optimizer may be meant as frozen. Steps by hand, and optimizers of
-    copies, write to the parameters, or change their values: of some of them a sample is compared.
+    Looks at all parameters if no optimizer with one of them steps, but an optimizer without new gradients does.
+    Otherwise only at those that were frozen or missing in the first plan, and at those in place of which an optimizer
+    holds other tensors: further parameters without an optimizer may be meant as frozen. Steps by hand, and optimizers
+    of copies, write to the parameters, or change their values alone: a sample of some values is compared.
     """
 
     section = "Parameters that no step changes"
@@ -142,7 +137,7 @@ class UntrainedParameters(Check):
         self._versions: list[int] = []
         self._samples: dict[int, torch.Tensor] = {}
         self._calls = 0
-        self._is_known = False  # an optimizer holds the parameters of this plan: to look for it may take seconds
+        self._is_known = False  # the optimizers were searched for this plan, which may take seconds
         self._text: str | None = None
 
     def facts(self, step: LocalStep) -> None:
@@ -158,7 +153,6 @@ class UntrainedParameters(Check):
         return self._text
 
     def _watch(self, step: LocalStep) -> None:
-        """Begin with the parameters of a new plan."""
         plan, first = step.plan, self._planner.first_parameters
         self._layout, self._is_known = plan.layout, False
         self._later = [
@@ -171,17 +165,16 @@ class UntrainedParameters(Check):
         self._restart(plan.parameters)
 
     def _restart(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begin with a new window."""
         self._calls = 0
         self._versions = list(map(internals.version_of, parameters))
         sampled = {*range(min(_SAMPLED, len(parameters))), *self._later[:_SAMPLED]}
         self._samples = {index: _sample(parameters[index]).clone() for index in sampled}
         if self._steps is not None:
             self._steps.forget_failed_step()
-            self._steps.clear()
+            self._steps.own = self._steps.idle = 0
 
     def _look(self, step: LocalStep) -> None:
-        """Compare the parameters that backward has reached with the begin of the window."""
+        """Compare the parameters that backward has reached with their state at the begin of the window."""
         if self._steps is None or self._steps.own + self._steps.idle < _STEPS:
             return
         parameters = step.plan.parameters
@@ -195,15 +188,13 @@ class UntrainedParameters(Check):
             self._find_optimizer(step, unwritten, is_all=is_all)
 
     def _has_other_values(self, parameters: Sequence[torch.Tensor], indices: Sequence[int]) -> bool:
-        """Whether a value has changed, which a write through ``.data`` does without a version."""
-        return any(
+        return any(  # a write through .data changes values, and no version
             not torch.equal(sample, _sample(parameters[index]))
             for index, sample in self._samples.items()
             if index in indices
         )
 
     def _find_optimizer(self, step: LocalStep, unwritten: Sequence[int], *, is_all: bool) -> None:
-        """Look whether an optimizer of this process holds the parameters, once for each plan."""
         plan, first = step.plan, self._planner.first_parameters
         held, replaced = _held_by_optimizers(plan.parameters)
         slots = plan.layout.slots
@@ -232,7 +223,7 @@ class UntrainedParameters(Check):
 
 
 class LocalStepsAlone(Check):
-    """Every step until now was inside no_sync(), with a call there, which does nothing. Told before the first call."""
+    """Warns if every step until now was inside no_sync(), with a call there, which does nothing."""
 
     section = "Every step inside no_sync()"
 
@@ -258,14 +249,15 @@ class LocalStepsAlone(Check):
 
 
 class ForgottenCall(Check):
-    """Backward makes gradients, the weights change, and no call is made: each rank trains alone.
+    """Warns if backward makes gradients and the weights change, but no call is made: each rank trains alone.
 
-    A step of an optimizer with the parameters raises at once. Here are steps by hand, and of optimizers of copies,
-    which change versions or, with a write to ``.data``, values alone. Between two forward passes most of some
-    parameters must have changed, ten times. What changes inside of a ``no_sync()`` block is meant for the rank alone.
+    A step of an optimizer with the parameters raises at once. This check finds steps by hand, and of optimizers of
+    copies. They change the versions of parameters, or only values with a write to ``.data``. A sample of parameters is
+    compared between two forward passes: in ten comparisons most of them must have changed. A change inside of a
+    ``no_sync()`` block is meant for the rank alone.
 
-    Steps with a call in time cost a comparison of numbers: only after more forward passes than usual without a call are
-    parameters looked at, on a device with a wait of the host, until some looks in a row find no change.
+    If calls come in time, the check costs a comparison of numbers. Parameters are compared (on a device the host waits)
+    only after more forward passes than usual without a call, until some comparisons in a row find no change.
     """
 
     section = "A forgotten call"
@@ -295,7 +287,6 @@ class ForgottenCall(Check):
                 self._seen = self._read()
 
     def _look(self) -> None:
-        """Compare some parameters with the look before."""
         if devices.is_capturing():
             return
         before, self._seen = self._seen, self._read()
@@ -346,8 +337,8 @@ class ForgottenCall(Check):
 
 
 def _held_by_optimizers(parameters: Sequence[torch.Tensor]) -> tuple[set[int], set[torch.Size]]:
-    """The ids of all tensors that the optimizers of this process hold, and the shapes of those that may be held in
-    place of parameters: they are beside parameters, or have no gradient."""
+    """The ids of all tensors that the optimizers of this process hold, and the shapes of those that may stand in place
+    of parameters: in an optimizer that also has parameters, or without a gradient."""
     own = set(map(id, parameters))
     held: set[int] = set()
     others: set[torch.Size] = set()
@@ -360,7 +351,7 @@ def _held_by_optimizers(parameters: Sequence[torch.Tensor]) -> tuple[set[int], s
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor:
-    """Some elements of the parameter: the begin of its first row."""
+    """The first elements of the first row of the parameter."""
     row = parameter.detach()
     while row.dim() > 1 and row.numel():
         row = row[0]

@@ -32,21 +32,15 @@ _IN_NEXT_STEP = f"parameters agree, the optimizer does not: {_NEXT_STEP}"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of counting and evidence.
+    """The result of counting and evidence. ``since``, ``who`` and ``cause`` are texts for a reader."""
 
-    ``phase``: one word, empty if nothing differs. ``since``, ``who``, ``cause``: texts for a reader. ``ranks``: those
-    at fault; empty if there is evidence against a rank of the majority, because the minority may then be good.
-    ``minority``: the ranks outside the strict majority; empty without a strict majority. ``implicated``: the ranks with
-    evidence against them, from any phase; empty if there is evidence against all ranks.
-    """
-
-    phase: str = ""
+    phase: str = ""  # one word; empty if nothing differs
     since: str = ""
     who: str = ""
     cause: str = ""
-    ranks: tuple[int, ...] = ()
-    minority: tuple[int, ...] = ()
-    implicated: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # at fault; empty with evidence against the majority: the minority may then be right
+    minority: tuple[int, ...] = ()  # the ranks outside the strict majority; empty without a strict majority
+    implicated: tuple[int, ...] = ()  # with evidence against them, from any phase; empty with evidence against all
 
 
 NOTHING = Verdict()
@@ -54,19 +48,18 @@ NOTHING = Verdict()
 
 @dataclass(frozen=True)
 class _Rule:
-    """What it means if ``digest`` differs between ranks.
-
-    ``has_evidence``: whether the digests of a rank are evidence of a fault of that rank; ``evidence``: the text of the
-    fault. ``detail``: a label and the value of each rank, inserted for ``{detail}`` in ``cause``.
-    """
+    """What it means if ``digest`` differs between ranks."""
 
     phase: str
     digest: Callable[[StepDigests], int]
     since: str
     cause: str
-    has_evidence: Callable[[StepDigests], bool] = lambda _: False
-    evidence: str = ""
-    detail: tuple[str, Callable[[StepDigests], str]] = ("", lambda _: "")
+    has_evidence: Callable[[StepDigests], bool] = lambda _: False  # of a fault of the rank with these digests
+    evidence: str = ""  # the text of this fault
+    detail: tuple[str, Callable[[StepDigests], str]] = (
+        "",
+        lambda _: "",
+    )  # a label and a value, for {detail} in `cause`
 
 
 def _format_steps(digests: StepDigests) -> str:
@@ -146,7 +139,7 @@ _RULES = (
 def attribute_digests(digests: Sequence[StepDigests], last: int) -> Verdict:
     """The first phase in which ranks differ, and every rank with evidence from any phase.
 
-    ``last`` is the number of the last all_reduce(), 0 before the first.
+    ``last``: the number of the last all_reduce(); 0 before the first.
     """
     verdict = NOTHING
     for rule in _RULES:
@@ -159,16 +152,16 @@ def attribute_digests(digests: Sequence[StepDigests], last: int) -> Verdict:
             verdict = replace(found, phase=rule.phase, since=since, cause=_format_cause(rule, digests))
         else:
             verdict = add_evidence(verdict, found.implicated, rule.evidence)
-    # A step does not change a parameter that was replaced after the call, which explains the evidence against a rank.
+    # A parameter that was replaced after the call is not changed by a step: this explains the evidence against a rank.
     stale = [rank for rank in verdict.implicated if digests[rank].has_stale_parameter]
     return add_evidence(verdict, stale, _STALE_PARAMETER)
 
 
 def name_digest(last: int) -> str:
-    """The earliest moment at which the digest of call ``last``, in which replicas agreed, was taken.
+    """When the digest of call ``last`` was taken at the earliest. Replicas agreed in this digest.
 
-    A digest belongs to the first forward for its call. A layer may write to its weights in this forward, and a step
-    inside no_sync() may follow: neither is in the digest.
+    The first forward for a call takes the digest. A layer may then write to its weights, and a step inside no_sync()
+    may follow: neither is in the digest.
     """
     if last > 1:
         return f"the first forward after call {last - 1}"
@@ -190,11 +183,9 @@ def _moments(digests: Sequence[StepDigests], last: int) -> dict[str, str]:
 
 
 def add_evidence(verdict: Verdict, ranks: Sequence[int], evidence: str) -> Verdict:
-    """``verdict`` with more evidence against ``ranks``. ``Verdict.ranks`` stays empty if counting and earlier evidence
-    have contradicted each other."""
     if not ranks or f"{name_ranks(ranks)}: {evidence}" in verdict.who:
         return verdict
-    is_open = verdict.minority and not verdict.ranks
+    is_open = verdict.minority and not verdict.ranks  # the count and the earlier evidence disagree
     return replace(
         verdict,
         who=f"{verdict.who}; {name_ranks(ranks)}: {evidence}",
@@ -204,11 +195,11 @@ def add_evidence(verdict: Verdict, ranks: Sequence[int], evidence: str) -> Verdi
 
 
 def add_optimizer_cause(verdict: Verdict, lost: str, settings: Sequence[str]) -> Verdict:
-    """``verdict`` with a cause that the optimizer entries show, where the cause is a step() with another optimizer.
+    """``verdict`` with the cause that the optimizer entries show, if the cause so far is only "a step()".
 
-    ``lost``: how optimizer state was lost, as text. ``settings``: the names of the hyperparameters that differ. An
-    earlier phase keeps its cause: other gradients, for example, lead to other state, too.
+    ``lost``: how optimizer state was lost, as text. ``settings``: the names of the hyperparameters that differ.
     """
+    # An earlier phase keeps its cause: other gradients, for example, lead to other optimizer state, too.
     if verdict.cause not in (_IN_STEP, _IN_EARLIER_STEP, _IN_NEXT_STEP):
         return verdict
     if lost:
@@ -221,9 +212,9 @@ def add_optimizer_cause(verdict: Verdict, lost: str, settings: Sequence[str]) ->
 
 
 def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference], unlike: Sequence[str] = ()) -> Verdict:
-    """``verdict`` with a cause that follows from the ranks that agree in ``buffers``, if only buffers differ.
+    """If only buffers differ: ``verdict`` with a cause. The cause depends on the ranks that agree in ``buffers``.
 
-    ``unlike``: those that some ranks lack, or hold with another dtype or shape.
+    ``unlike``: the names of the buffers that some ranks lack, or hold with another dtype or shape.
     """
     if verdict.cause != _BUFFERS or not buffers:
         return verdict
@@ -276,7 +267,7 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
         phase, cause = "buffers", _BUFFERS
     else:
         return NOTHING
-    # Statistics of a layer in training are each rank's own, and no check of every call compares them.
+    # Not for buffers: no check of every call compares the statistics of a layer in training.
     who_tells = "" if phase == "buffers" else ' (a wrapper with checks="detail" tells when)'
     since = f"some time before this call{who_tells}"
     return replace(found, phase=phase, since=since, cause=cause)
@@ -295,9 +286,8 @@ def attribute(sides: str, minority: Sequence[int], has_evidence: Sequence[bool],
     """The ranks at fault, from the count of ranks with equal values and from evidence. Phase and cause stay empty.
 
     ``sides``: the groups of ranks with equal values, as text. ``minority``: the ranks outside the strict majority.
-
-    The text shows a strict majority without assuming that the majority is right. ``evidence`` counts against each rank
-    in ``has_evidence``, unless all ranks have the evidence.
+    ``has_evidence``: for each rank, whether ``evidence`` is against it. Evidence against all ranks does not count.
+    The text shows a strict majority, and does not say that the majority is right.
     """
     implicated = () if all(has_evidence) else tuple(rank for rank, is_proven in enumerate(has_evidence) if is_proven)
     if not minority and not implicated:

@@ -39,7 +39,7 @@ from legacy_ddp._replicas.history import StepDigests
 from legacy_ddp._replicas.state import KINDS, StateItem, describe_value, digest_each, digest_items, equal_groups
 from legacy_ddp._text import compare_groups, name_ranks
 
-# Larger tensors are not compared by element, which may take 17 times their memory.
+# Larger tensors are not compared by element: the comparison may take 17 times their memory.
 LARGE_BYTES = 2**28  # 4 GiB for a report that was asked for
 LARGE_BYTES_BY_DEFAULT = 2**24  # 272 MiB for a warning beside a training
 _NEXT_STEP = (
@@ -124,16 +124,12 @@ def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceErro
 
 @dataclass(frozen=True)
 class LocalState:
-    """The items of this rank for ``check_replicas()``: shared items, gradients, a digest of the random generators.
-
-    ``gradients``, ``generators``: None if not requested. ``snapshot``: returns the digests of the phases, called only
-    after a difference; None without a history.
-    """
+    """The items of this rank for ``check_replicas()``."""
 
     shared: Sequence[StateItem]
-    gradients: Sequence[StateItem] | None = None
-    generators: int | None = None
-    snapshot: Callable[[], StepDigests] | None = None
+    gradients: Sequence[StateItem] | None = None  # None if not requested
+    generators: int | None = None  # a digest of the random generators; None if not requested
+    snapshot: Callable[[], StepDigests] | None = None  # called only after a difference; None without a history
 
     def add_digests(self, header: Header) -> None:
         """Write three digests to the header. Gradients are separate, because they may belong to a single rank."""
@@ -166,12 +162,12 @@ def compare_items(
     left_out: Collection[int] = (),
     told: Collection[tuple[str, str]] = (),
 ) -> ReplicaReport:
-    """The report after digests differ. Collective, on every rank: exchanges rows, and at most ``details`` tensors of at
-    most ``largest_bytes``.
+    """The report after digests differ. Collective, on every rank.
 
-    ``left_out``: ranks with replicas known to be old, which are not compared. ``told``: names and sides of differences
-    that were reported before, which come last. A tensor that is compared by element is sent once to all ranks, from the
-    lowest rank of the largest group of equal ranks.
+    At most ``details`` tensors, of at most ``largest_bytes`` each, are compared by element. The lowest rank of the
+    largest group of equal ranks sends such a tensor to all ranks. ``left_out``: ranks that are not compared, because
+    their replicas are known to be old. ``told``: names and sides of differences that were reported before; these come
+    last.
     """
     with call.phase("compare"):
         groups, compared, entry_counts = _exchange_rows(call, items)
@@ -207,12 +203,10 @@ def compare_items(
 
 
 def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int, int]) -> ReplicaReport:
-    """``report`` of parameters that have changed on the ranks ``moved`` since their ``digests`` were taken.
-
-    The present elements say nothing about the difference. Without evidence, the ranks at fault follow from the digests.
-    """
+    """``report`` with a note that the parameters of the ranks ``moved`` have changed since ``digests`` were taken."""
     if not moved:
         return report
+    # The present elements say nothing about the difference. Without evidence, the ranks at fault follow from `digests`.
     verdict = report.verdict
     if not verdict.implicated:
         found = attribute_values(list(digests.values()), ranks=list(digests))
@@ -226,7 +220,7 @@ def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int,
 
 
 def describe_items(items: Sequence[StateItem]) -> dict[str, str]:
-    """The text of each item by name; of a tensor, its type and its digest; of a scalar in an optimizer, its number."""
+    """The text of each item by name: the type and digest of a tensor, the type and number of an optimizer scalar."""
     tensors = {index: item.value for index, item in enumerate(items) if isinstance(item.value, torch.Tensor)}
     scalars = {
         index
@@ -249,10 +243,9 @@ def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
 
 
 def _exchange_rows(call: Call, items: Sequence[StateItem]) -> tuple[Groups, dict[str, int], dict[Kind, int]]:
-    """Collective: the descriptions of the ranks, at least where they differ; the number of items of each kind; and
-    the holders of each kind of optimizer entry, on any rank.
+    """Collective: the descriptions of the items, the number of items of each kind, and :func:`count_holders`.
 
-    Ranks with equal names exchange 8 bytes for each item first, and then only the descriptions that differ.
+    Ranks with equal names first exchange 8 bytes for each item, and then only the descriptions that differ.
     """
     descriptions = describe_items(items)
     names = _gather_fingerprints(call, [list(descriptions)])
@@ -275,7 +268,7 @@ def _gather_fingerprints(call: Call, values: Iterable[object]) -> torch.Tensor:
 
 
 def _gather_rows(call: Call, items: Sequence[StateItem], descriptions: Mapping[str, str]) -> Groups:
-    """Collective: by kind, the name and description of each item of the ranks."""
+    """Collective."""
     own = {kind: {item.name: descriptions[item.name] for item in items if item.kind == kind} for kind in KINDS}
     return call.gather_distinct(own)
 
@@ -297,7 +290,7 @@ def _attribute(
     compared: Mapping[str, int],
     snapshot: Callable[[], StepDigests] | None,
 ) -> Verdict:
-    """The verdict from the digests of the phases, or else from the kinds that differ now. Collective with a history."""
+    """From the digests of the phases, or else from the kinds that differ now. Collective with a history."""
     kinds = {item.kind for item in differences}
     digests = [] if snapshot is None else [StepDigests(**row) for row in call.gather_objects(asdict(snapshot()))]
     found = _attribute_items(differences, digests)
@@ -309,12 +302,10 @@ def _attribute(
 
 
 def _attribute_items(differences: Sequence[ReplicaDifference], digests: Sequence[StepDigests]) -> Verdict:
-    """The ranks at fault over all differences: the minority of any difference, for several ranks may be at fault.
-
-    Evidence is about optimizer state, and counts only if optimizer state differs now.
-    """
+    # The minority of any difference: several ranks may be at fault.
     minority = sorted({rank for item in differences for rank in item.suspects})
     sides = "; ".join(list(dict.fromkeys(item.sides for item in differences))[:3])
+    # The evidence is about optimizer state, and counts only if optimizer state differs now.
     has_state = any(item.kind == "optimizer" and not item.is_setting for item in differences)
     has_evidence = [of_rank.state_changed_after for of_rank in digests] if has_state else []
     return attribute(sides, minority, has_evidence, STATE_CHANGED)

@@ -3,7 +3,7 @@
 Bits are compared in logical order: strides do not matter, and -0.0 differs from 0.0. The first matching entry of
 ``CLASSES`` is the kind of the difference:
 
-one bit      a single bit of a single element, even if rounding can cause the same (the text then says this)
+one bit      a single bit of a single element; the text says if rounding can do this, too
 same values  every differing pair is equal as numbers: 0.0 and -0.0, or two NaNs
 permutation  the same elements, bit by bit, at different indices
 scaled       99 % of the nonzero elements are a common factor times the reference, within rounding
@@ -102,16 +102,17 @@ class ElementDifference:
 def compare_elements(own: Tensor, reference: Tensor) -> ElementDifference | None:
     """The difference of ``own`` from ``reference``; None if all bits are equal.
 
-    Allocates memory on the device of the tensor and waits for the device. Measured for float32: little memory (a mask)
-    if few elements differ, up to 17 times the size of the tensor if all differ. Copy both tensors to the CPU first if
-    this does not fit.
+    Allocates memory on the device of the tensor and waits for the device. Measured for float32: a mask if few elements
+    differ, up to 17 times the size of the tensor if all differ. If this does not fit, first copy both to the CPU.
     """
     if own.shape != reference.shape or own.dtype != reference.dtype:
         raise ValueError(
             f"tensors cannot be compared by element: got {own.dtype} {tuple(own.shape)}, "
             f"expected {reference.dtype} {tuple(reference.shape)}; compare their layouts first"
         )
-    pair = _find_differences(own, reference)
+    own_bits, reference_bits = _bits(own), _bits(reference)
+    where = (own_bits != reference_bits).any(dim=1).nonzero().flatten()
+    pair = _Pair(own.shape, _part_dtype(own.dtype), own_bits, reference_bits, where)
     if not pair.count:
         return None
     kind, text = next((kind, text) for kind, describe in CLASSES.items() if (text := describe(pair)))
@@ -146,17 +147,16 @@ def _format_share(count: int, total: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Pair:
-    """The bits of two tensors, ``[numel, parts]``, and ``where`` the tensors differ: flat indices, ascending.
+    """The bits of two tensors, ``[numel, parts]``. A complex number has two parts, other numbers have one.
 
-    A complex number has two parts, other numbers have a single part; ``dtype`` is the dtype of a part. ``own``,
-    ``reference`` and the properties derived from them hold only the elements that differ.
+    ``own``, ``reference`` and the properties derived from them hold only the elements that differ.
     """
 
     shape: torch.Size
-    dtype: torch.dtype
+    dtype: torch.dtype  # of a part
     all_own: Tensor
     all_reference: Tensor
-    where: Tensor
+    where: Tensor  # flat indices of the elements that differ, ascending
 
     @cached_property
     def own(self) -> Tensor:
@@ -179,20 +179,8 @@ class _Pair:
         return self.own_numbers.isfinite() & self.reference_numbers.isfinite()
 
     @property
-    def unchanged_nonzero(self) -> int:
-        unchanged = torch.ones(len(self.all_own), dtype=torch.bool, device=self.where.device)
-        unchanged[self.where] = False
-        return int(torch.count_nonzero(_as_numbers(self.all_own[unchanged], self.dtype)))
-
-    @property
     def count(self) -> int:
         return len(self.where)
-
-
-def _find_differences(own: Tensor, reference: Tensor) -> _Pair:
-    own_bits, reference_bits = _bits(own), _bits(reference)
-    where = (own_bits != reference_bits).any(dim=1).nonzero().flatten()
-    return _Pair(own.shape, _part_dtype(own.dtype), own_bits, reference_bits, where)
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -204,19 +192,18 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _part_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to read a part of an element with; bytes for bool and packed floats."""
+    """The dtype of a part of an element; uint8 for bool and packed floats."""
     part = dtype.to_real() if dtype.is_complex else dtype
     return part if part in MANTISSA_BITS or part in _INTEGERS else torch.uint8
 
 
 def _as_numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of the bits. In float32 for narrow floats, whose differences and ratios fit; otherwise in float64."""
-    narrow = dtype.is_floating_point and dtype.itemsize < 4
+    narrow = dtype.is_floating_point and dtype.itemsize < 4  # their differences and ratios fit into float32
     return bits.view(dtype).to(torch.float32 if narrow else torch.float64)
 
 
 def _by_blocks(step: Callable[[Tensor, Tensor], Tensor], own: Tensor, reference: Tensor) -> Tensor:
-    """``step(own, reference)``, block by block, so temporaries do not grow with the tensors."""
+    """``step(own, reference)``, block by block: the temporary tensors do not grow with ``own``."""
     starts = range(0, len(own), BLOCK)
     return torch.cat([step(own[start : start + BLOCK], reference[start : start + BLOCK]) for start in starts])
 
@@ -258,11 +245,11 @@ def _unravel_index(flat_index: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
-    """Relative and absolute tolerance for two roundings; 0 for 8-bit floats: too few bits to recognise a factor."""
+    """Relative and absolute tolerance for two roundings."""
     if dtype not in MANTISSA_BITS:
-        return 2.0**-51, 0.0  # integers, by way of float64
+        return 2.0**-51, 0.0  # integers, converted to float64
     if MANTISSA_BITS[dtype] < 7:
-        return 0.0, 0.0
+        return 0.0, 0.0  # 8-bit floats: too few bits to recognise a factor
     relative = 2.0 ** (1 - MANTISSA_BITS[dtype])
     return relative, relative * torch.finfo(dtype).tiny
 
@@ -296,7 +283,7 @@ def _integer_gap(own: Tensor, reference: Tensor) -> Tensor:
 
 
 def _values(pair: _Pair, dtype: torch.dtype) -> tuple[str, str]:
-    """The text of the first pair that differs. Equal texts, as of two NaNs, include the bits."""
+    """The texts of the first pair that differs, with the bits if the texts are equal, as of two NaNs."""
     own, reference = _format_value(pair.own[0], dtype), _format_value(pair.reference[0], dtype)
     if own != reference:
         return own, reference
@@ -320,7 +307,7 @@ def _one_bit(pair: _Pair) -> str | None:
 
 
 def _single_bit(pair: _Pair) -> tuple[int, int] | None:
-    """The part and the bit, 0 for the lowest, of the first difference, if it is this bit alone."""
+    """Part and bit (0 for the lowest) of the first pair that differs; None if this pair differs in more bits."""
     flips = (pair.own[0] ^ pair.reference[0]).tolist()
     masks = [(part, mask % 2 ** (8 * pair.own.dtype.itemsize)) for part, mask in enumerate(flips) if mask]
     part, mask = masks[0]
@@ -340,7 +327,7 @@ def _same_values(pair: _Pair) -> str | None:
 
 
 def _permutation(pair: _Pair) -> str | None:
-    # Sums do not depend on the order. Mostly they differ, which saves the sort.
+    # Sums do not depend on the order. They mostly differ, and then no sort is needed.
     if pair.own.sum(dtype=torch.int64) != pair.reference.sum(dtype=torch.int64):
         return None
     if not torch.equal(_in_order(pair.own), _in_order(pair.reference)):
@@ -352,7 +339,7 @@ def _permutation(pair: _Pair) -> str | None:
 
 
 def _in_order(bits: Tensor) -> Tensor:
-    """Elements sorted by their first part, then their second."""
+    """``bits``, sorted by the first part, then by the second."""
     for part in reversed(range(bits.shape[1])):
         bits = bits[bits[:, part].argsort(stable=True)]
     return bits
@@ -361,8 +348,11 @@ def _in_order(bits: Tensor) -> Tensor:
 def _scaled(pair: _Pair) -> str | None:
     own, reference = pair.own_numbers, pair.reference_numbers
     nonzero = (own != 0) | (reference != 0)
-    # A single number gives the factor; at least two more numbers confirm the factor.
-    needed = max(3, 0.99 * (int(nonzero.sum()) + pair.unchanged_nonzero))
+    unchanged = torch.ones(len(pair.all_own), dtype=torch.bool, device=pair.where.device)
+    unchanged[pair.where] = False
+    unchanged_nonzero = int(torch.count_nonzero(_as_numbers(pair.all_own[unchanged], pair.dtype)))
+    # One number gives the factor, and at least two more must confirm it.
+    needed = max(3, 0.99 * (int(nonzero.sum()) + unchanged_nonzero))
     if int(nonzero.sum()) < needed:
         return None
     some = slice(None, None, 1 + pair.count // SAMPLE)
@@ -386,7 +376,7 @@ def _rounding(pair: _Pair) -> str | None:
     mantissa = MANTISSA_BITS.get(pair.dtype, 0)
     if mantissa < 7 or not pair.finite.all():
         return None
-    # Measured for sums of 3 to 64 terms in two orders, and for matmuls computed in two ways: elements next to zero are
+    # Measured for sums of 3 to 64 terms in two orders, and for matmuls computed in two ways: elements near zero are
     # thousands of ulp apart, but at most 4.3 ulp of the greatest element; at least 83 % are within 16 of their own ulp.
     own, reference = pair.own_numbers, pair.reference_numbers
     greatest = max(float(own.abs().max()), float(reference.abs().max()))
@@ -398,7 +388,7 @@ def _rounding(pair: _Pair) -> str | None:
 
 
 def _ulp_apart(own: Tensor, reference: Tensor) -> Tensor:
-    """The distance of floats, given their bits, in ulp. 0 between 0.0 and -0.0; negative if 64 bits overflow."""
+    """The distance of floats, given their bits, in ulp: 0 between 0.0 and -0.0; below 0 if 64 bits overflow."""
     return (_ordered(own) - _ordered(reference)).abs()
 
 

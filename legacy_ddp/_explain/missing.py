@@ -45,10 +45,7 @@ _PROGRESS = {
 
 
 def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: bool = True) -> Report:
-    """Compose the report on the farthest call, for a failure or for a wait that is longer than expected.
-
-    ``was_polled``: the rows come from a poll of all ranks.
-    """
+    """The report on the farthest call, after a failure or a long wait. ``was_polled``: ``rows`` are from a poll."""
     failure = failure or Failure("")
     missing = missing_after_loss(rows, failure.ranks, was_polled=was_polled) if failure.ranks else missing_ranks(rows)
     waiting = [row for row in rows if row.sample is not None and row.in_call and row.rank not in missing]
@@ -75,7 +72,7 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
 
 
 def compose_payload(rows: Sequence[Row], call: str, serial: int) -> Report:
-    """Compose the report on the payload of ``call``, number ``serial`` on the group, that runs on devices for long."""
+    """The report on the payload of ``call``, number ``serial`` on the group: it takes long on devices."""
     progress = {row.rank: row.payloads.progress(serial) for row in rows if row.sample is not None}
     gone = [row.rank for row in rows if row.is_gone]
     farthest = min(max(progress.values(), default=Progress.NOT_BEGUN), Progress.RUNNING)
@@ -110,9 +107,9 @@ def report_text(rows: Sequence[Row], missing: Sequence[int], head: str, notes: S
 
 
 def format_loss(row: Row, reason: str, missing: str = "") -> str:
-    """A line on a loss, and the position of the rank in ``row``: a launcher may end this process next.
+    """A line on a loss, with the position of the rank in ``row``.
 
-    ``missing``: the ranks that may be lost, if ``reason`` does not name the ranks.
+    ``missing``: the ranks that may be lost, if ``reason`` does not name them.
     """
     position = f"{name_ranks([row.rank])} is in {_position(row) if row.in_call and row.sample else activity_text(row)}"
     if row.sample and row.sample.stack:
@@ -129,7 +126,6 @@ def process_text(row: Row) -> str:
 
 
 def activity_text(row: Row) -> str:
-    """The activity of the rank: call and phase, or the outcome of the poll."""
     if row.has_ended:
         return str(Outcome.ENDED)
     if row.sample is None:
@@ -144,7 +140,7 @@ def activity_text(row: Row) -> str:
 
 
 def _late_payload(rows: Sequence[Row]) -> str:
-    """The oldest payload that was reported before and still runs on a device, for the begin of a report; or empty."""
+    """The start of a report if an earlier payload was reported and still runs on a device; otherwise empty."""
     late = [row for row in rows if row.payloads.is_late]
     if not late:
         return ""
@@ -212,7 +208,7 @@ def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
 
 
 def _closures(waiting: Sequence[Row]) -> list[str]:
-    """What to do about ranks that wait in a closure, which other ranks may have left."""
+    """Advice on ranks that wait in a closure. Other ranks may have left the closure."""
     owners: dict[str, list[int]] = {}
     for row in waiting:
         if row.sample and row.sample.closure:
@@ -232,7 +228,7 @@ def reason(row: Row) -> str:
 
 
 def _location(sample: Sample | None) -> str:
-    """The user's own line; with the innermost frame, if the line leads into a library."""
+    """The user's own line, and the innermost frame if that is in a library."""
     if sample is None or not sample.stack:
         return ""
     innermost = sample.stack[-1]
@@ -262,7 +258,7 @@ def _table(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
 
 
 def _describe(group: Sequence[Row]) -> str:
-    """What ranks of equal activity and process do, and where: the hosts, and of a single rank the process, too."""
+    """What ranks of equal activity and process do, and on which hosts; of one rank also the process."""
     first, *others = group
     ages = sorted(row.sample.age_seconds for row in group if row.sample)
     age = "-".join(dict.fromkeys(f"{seconds:.1f}" for seconds in (*ages[:1], *ages[-1:])))
@@ -308,7 +304,7 @@ def _state(group: Sequence[Row], *, keeps_stack: bool) -> dict[str, Any]:
 
 
 def _stacks(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
-    """The Python stacks, equal stacks together, the rarest first: a rare stack is the likeliest cause."""
+    """The Python stacks, equal stacks together. The rarest are first, because they are the likeliest cause."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         if row.sample is not None and row.sample.stack:
@@ -324,15 +320,15 @@ def _stacks(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
 
 
 def _wrap(text: str, indent: int = 2) -> list[str]:
-    """Lines that keep paths whole, so that a path can be copied."""
+    # Paths stay whole, so that a user can copy them.
     return wrap(" ".join(text.splitlines()), deeper=" " * indent, columns=WIDTH, break_words=False)
 
 
 class _Evidence(IntEnum):
-    """What a rank behind the farthest rank shows, the strongest evidence of a missing rank first."""
+    """That a rank behind the farthest rank is missing, the strongest evidence first."""
 
     ABSENT = auto()  # gone, outside of the call, or in a phase of the call that waits for no rank
-    SILENT = auto()  # no answer: held up by C code, or on a crowded machine
+    SILENT = auto()
     WAITING = auto()  # for the other ranks, in an earlier phase or call
     UNKNOWN = auto()
     LEFT_AFTER_LOSS = auto()
@@ -346,8 +342,8 @@ def missing_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
     farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
     behind = [row for row in rows if row.progress < farthest and not row.is_out_of_data]
     if any(row.is_gone and not row.left_after_loss for row in behind):
-        # A rank inside a call is then not missing. It waits for the rank that is gone, perhaps in an earlier phase or
-        # call than the farthest rank: on the host of a dead rank, or because the network broke in mid-exchange.
+        # Then a rank inside a call is not missing: it waits for the rank that is gone. Its phase or call may be before
+        # that of the farthest rank: it is on the host of a dead rank, or the network failed during an exchange.
         behind = [row for row in behind if row.is_gone or not row.in_call]
     strongest = min((_evidence(row) for row in behind), default=None)
     missing = tuple(row.rank for row in behind if _evidence(row) is strongest)
@@ -366,11 +362,9 @@ def _evidence(row: Row) -> _Evidence:
 
 
 def missing_after_loss(rows: Sequence[Row], lost: Sequence[int], *, was_polled: bool) -> tuple[int, ...]:
-    """The ranks in ``lost``; after a poll of all ranks also the missing ranks that did not answer.
-
-    Without a poll other ranks may have left because the loss reached them first. A rank that answers, or whose process
-    runs, may be late.
-    """
+    """The ranks in ``lost``; after a poll of all ranks also the missing ranks that are gone."""
+    # Without a poll, other ranks may have left because the loss reached them first. A rank that answers, or whose
+    # process runs, may be late.
     behind = [rows[rank] for rank in missing_ranks(rows) if not rows[rank].left_after_loss] if was_polled else []
     return tuple(sorted({*lost, *(row.rank for row in behind if row.is_gone)}))
 
@@ -389,11 +383,8 @@ def poll_ranks(peers: Sequence[Endpoint | None], own: Endpoint, *, twice: bool) 
 
 
 def _unclear(rows: Sequence[Row]) -> set[int]:
-    """The ranks whose second answer may change the report.
-
-    The neighbours of an ended rank: the exit reason may have arrived after their first answer. A silent rank with a
-    running process: on a crowded machine an answer may take longer than a request waits.
-    """
+    """The ranks whose second answer may change the report: neighbours of ended ranks, and silent ranks."""
+    # The exit reason of an ended rank may have reached its neighbours after their first answer.
     ended = [row.rank for row in rows if (row.has_ended or row.outcome in _CLOSED) and not row.note]
     neighbours = {(rank + step) % len(rows) for rank in ended for step in (-1, 1)}
     answering = {row.rank for row in rows if row.outcome is Outcome.ANSWERED}

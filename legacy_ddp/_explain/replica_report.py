@@ -1,6 +1,4 @@
-"""Report of a comparison of replicas, as an object and as text of 80 columns; a line for each kind of optimizer entries
-that differs, and lost optimizer state as a cause. Pure.
-"""
+"""Report of a comparison of replicas: an object, its text of 80 columns, and lost optimizer state as a cause. Pure."""
 
 import re
 from collections import Counter
@@ -95,9 +93,9 @@ class ReplicaReport:
     were not compared, with the reason. ``entry_counts``: the number of parameters, parameter groups or optimizers that
     have an optimizer entry, by the key of the entry and the unit, after a difference.
 
-    The text has a line for each kind of optimizer entries that differs, then the other differences. Each part is cut
-    after 10 items; where all of more parameters differ, those compared element by element are left. ``differences`` has
-    all of them.
+    The text has a line for each kind of optimizer entries that differs, then the other differences. Each part ends
+    after 10 items. If all parameters differ, and more than 10, the text has those that were compared element by
+    element. ``differences`` has all of them.
 
     Example:
         >>> check_replicas(model).identical
@@ -170,7 +168,7 @@ class ReplicaReport:
         return f"{self.call}: replicas differ in {counts or 'the history since the last call'}"
 
     def _describe_differences(self) -> list[str]:
-        """The optimizer entries first: two lines about them explain more than the values of a thousand weights."""
+        # The optimizer entries first: two lines about them explain more than the values of a thousand weights.
         kinds = group_entries((item for item in self.differences if item.kind == "optimizer"), self.entry_counts)
         single = {kind.differences[0].name for kind in kinds if len(kind.differences) == 1}
         lines = []
@@ -184,7 +182,7 @@ class ReplicaReport:
         return [*lines, *self._describe_others(others)]
 
     def _describe_others(self, others: list[ReplicaDifference]) -> list[str]:
-        """The first of them. Where all of many parameters differ, ten of their names tell nothing."""
+        # If all of many parameters differ, the names of the first ten do not help.
         has_all = all(item.kind == "parameters" for item in others) and len(others) == self.compared.get("parameters")
         detailed = [item for item in others if item.elements]
         if has_all and detailed and len(others) > MAX_LINES:
@@ -200,8 +198,7 @@ class ReplicaReport:
 
 
 def unlike_tensors(differences: Iterable[ReplicaDifference]) -> list[str]:
-    """The names of parameters and buffers that some ranks lack, or hold with another dtype or shape: no broadcast can
-    make these equal."""
+    """Names of parameters and buffers that a broadcast cannot make equal: missing, or of another dtype or shape."""
     return [item.name for item in differences if item.kind in ("parameters", "buffers") and item.tensor is None]
 
 
@@ -221,7 +218,7 @@ def has_tensor(value: str) -> bool:
 
 
 def plain_numbers(holders: Values) -> Values:
-    """``holders`` with bare numbers, if all of them are tensors of a single dtype without dimensions."""
+    """``holders`` without dtypes, if all values are missing or of tensors of one dtype without dimensions."""
     found = [_SCALAR.fullmatch(value) for value, _ in holders]
     if len({match[1] for match in found if match}) != 1 or not all(
         match or value == MISSING for match, (value, _) in zip(found, holders, strict=True)
@@ -233,15 +230,15 @@ def plain_numbers(holders: Values) -> Values:
 class Entry(NamedTuple):
     """The name of an optimizer entry in two parts: ``exp_avg`` and ``'fc.weight'``, for example.
 
-    ``holder``: a parameter, a parameter group or an optimizer. Of a nested value, ``key`` is the outermost key.
+    ``kind``: of a nested value, with the outermost key.
     """
 
     kind: Kind
-    holder: str
+    holder: str  # a parameter, a parameter group or an optimizer
 
     @classmethod
     def of(cls, name: str) -> "Entry":
-        """The parts of the name of a :class:`StateItem`."""
+        """``name``: of a :class:`StateItem`."""
         found = _PARTS.fullmatch(name)
         assert found is not None
         optimizer, key, holder = found[1] or "", found[2], found[3] or ""
@@ -255,25 +252,23 @@ def count_holders(names: Iterable[str]) -> dict[Kind, int]:
 
 @dataclass(frozen=True)
 class EntryKind:
-    """The entries of one kind that differ. ``total``: how many holders have an entry of the kind, on any rank."""
+    """The entries of one kind that differ."""
 
     kind: Kind
     differences: tuple[Difference, ...]
-    total: int
+    total: int  # of the holders that have an entry of this kind on any rank
 
     @property
     def is_state(self) -> bool:
-        """Whether these entries are state of parameters, and not a hyperparameter or weights."""
         return self.kind[1] == "parameter" and self.kind[0] not in (MEMBERSHIP, WEIGHTS)
 
     @property
     def is_setting(self) -> bool:
-        """Whether these entries are a hyperparameter of parameter groups."""
         return self.kind[1] == "parameter group"
 
     @property
     def values(self) -> Values:
-        """The values and their ranks, if they are equal in all entries, and short; otherwise empty."""
+        """The values and their ranks, if all entries have the same, and these are short texts; otherwise empty."""
         (first, *others) = {item.holders for item in self.differences}
         return () if others or any(tensor_type(value) for value, _ in first) else plain_numbers(first)
 
@@ -304,21 +299,19 @@ class EntryKind:
 
 
 def group_entries(differences: Iterable[Difference], totals: Mapping[Kind, int]) -> list[EntryKind]:
-    """The differences by kind. Hyperparameters first, then state with short values: a number tells more than digests.
-
-    ``totals``: see :func:`count_holders`.
-    """
+    """The differences by kind. ``totals``: see :func:`count_holders`."""
     found: dict[Kind, list[Difference]] = {}
     for item in differences:
         found.setdefault(Entry.of(item.name).kind, []).append(item)
     kinds = [EntryKind(kind, tuple(items), totals.get(kind, len(items))) for kind, items in found.items()]
+    # Hyperparameters first, then state with short values: a number tells more than a digest.
     return sorted(kinds, key=lambda kind: (kind.is_state, not kind.values, not kind.missing))
 
 
 def explain_loss(kinds: Sequence[EntryKind], totals: Mapping[Kind, int]) -> str:
-    """How the entries show that ranks lost their optimizer state, as text; empty if they do not show it.
+    """A text on ranks that lost their optimizer state, if the entries show this; otherwise empty.
 
-    ``kinds``: of :func:`group_entries`.
+    ``kinds``: from :func:`group_entries`.
     """
     of_state = [kind for kind in totals if EntryKind(kind, (), 0).is_state]
     lacking = {item.missing if item.count == item.total else () for item in kinds if item.is_state}
@@ -334,13 +327,13 @@ def explain_loss(kinds: Sequence[EntryKind], totals: Mapping[Kind, int]) -> str:
 
 
 def _explain_steps(values: Values) -> str:
-    """The cause of different step counts; empty if they are no numbers."""
+    """The cause of different step counts; empty if the values are not numbers."""
     try:
         counts = {float(value): ranks for value, ranks in values}
     except ValueError:
         return ""
     behind = tuple(sorted(rank for count, ranks in counts.items() if count < max(counts) for rank in ranks))
-    if not behind:  # also of values that differ between parameters
+    if not behind:  # also if there are no values, because they differ between parameters
         return ""
     have = f"`step` is {_name_values(values)}: {name_ranks(behind)}"
     if all(2 * count <= max(counts) for count in counts if count < max(counts)):

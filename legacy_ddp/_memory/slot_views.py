@@ -6,7 +6,7 @@ proves nothing: ``.to()``, ``.data =`` and ``set_()`` put other memory under the
 dtype are compared, too.
 
 A script may keep its gradients in a tensor of its own, of which every ``.grad`` is a part, and read and clear them
-there. A call then leaves its results there, too (:class:`TakenMemory`).
+there. A call then leaves its results there, too (:class:`ScriptMemory`).
 """
 
 from bisect import bisect_left

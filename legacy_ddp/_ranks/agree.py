@@ -1,8 +1,8 @@
 """Exchange of call headers, and the error for the first mismatch, equal on all ranks.
 
 Every rank reads the same rows and therefore finds the same error. Functions with the argument ``call`` are collective
-after a mismatch: the ranks exchange details. Nothing here touches a gradient: after an agreed error every ``.grad`` is
-as before the call, and the next call may succeed.
+after a mismatch: the ranks exchange details. No gradient changes here. So after an agreed error every ``.grad`` is as
+before the call, and the next call may succeed.
 """
 
 from collections import Counter
@@ -16,26 +16,12 @@ from typing import Any
 
 import torch
 
-from legacy_ddp._errors import (
-    AgreedError,
-    DesyncError,
-    LayoutError,
-    LegacyDDPError,
-    PeerError,
-    add_explanation,
-)
+from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError, add_explanation
 from legacy_ddp._log import script_lines
 from legacy_ddp._memory.flat_buffer import ABSENT, DENSE
 from legacy_ddp._memory.layout import MODULE
 from legacy_ddp._ranks.call import Call
-from legacy_ddp._ranks.header import (
-    Flag,
-    Header,
-    Headers,
-    Operation,
-    Participation,
-    encode_header,
-)
+from legacy_ddp._ranks.header import Flag, Header, Headers, Operation, Participation, encode_header
 from legacy_ddp._ranks.tree_reduce import format_splits, is_aligned
 from legacy_ddp._steps.policy import closure_advice, closure_owner, local_work
 from legacy_ddp._text import Finding, compare_groups, compare_rows, error_text, group_ranks, list_some, name_ranks, wrap
@@ -50,7 +36,7 @@ _MODULE_ADVICE = "wrap the same modules in the same order on every rank, and mak
 class Precedence(IntEnum):
     """The order of the errors about ranks in the same call with the same layout: only the first is raised.
 
-    Facts, which are evidence against a rank, come before numbers, for which only a majority can name a rank.
+    Facts come before numbers: a fact is evidence against a rank, while of numbers only a majority can name a rank.
     """
 
     REPEAT = 1
@@ -70,30 +56,24 @@ Mismatch = Callable[[Sequence[Header]], AgreedError | None]
 class Agreement:
     """Matching headers of all ranks.
 
-    ``headers``: of all ranks. ``own``: the header of this rank. ``some_flags``, ``common_flags``: the flags
-    that any rank has, and that all ranks have. ``is_uniform``: all ranks do the same work, without a failure or a tree,
-    and there is nothing else to compare. ``has_same_mask``: all ranks have gradients of the same kinds in the same
-    slots. ``participants``: the ranks with counting gradients. ``skipped_ranks``: all other ranks. ``sample_size``: the
-    sum of all sample sizes, None for a plain mean. ``divisor``: of the sum over the ranks; 0 without any participant.
-
     Headers are decoded only if their bytes differ where most calls have equal bytes, or if somebody reads them.
     """
 
     def __init__(self, headers: Headers, own: Header) -> None:
         self.headers = headers
-        self.own = own
-        self.has_same_mask = headers.is_equal("mask")
+        self.own = own  # the header of this rank
+        self.has_same_mask = headers.is_equal("mask")  # all ranks have gradients of the same kinds in the same slots
+        # All ranks do the same work, without a failure or a tree, and there is nothing else to compare.
         self.is_uniform = headers.is_alike and not own.leaves and not own.flags & Flag.FAILED
-        self.some_flags = self.common_flags = own.flags
-        self.participants: Sequence[int] = range(headers.size)
-        self.skipped_ranks: tuple[int, ...] = ()
-        self.sample_size: int | None = None
-        self.divisor = headers.size
+        self.some_flags = self.common_flags = own.flags  # the flags that any rank has, and that all ranks have
+        self.participants: Sequence[int] = range(headers.size)  # the ranks whose gradients count
+        self.skipped_ranks: tuple[int, ...] = ()  # all other ranks
+        self.sample_size: int | None = None  # the sum of all sample sizes, None for a plain mean
+        self.divisor = headers.size  # of the sum over the ranks; 0 without any participant
         if not headers.is_alike or own.participation != Participation.PLAIN:
             self._count()
 
     def _count(self) -> None:
-        """Count the ranks that take part, and their items."""
         flags = self.headers.flags
         self.some_flags, self.common_flags = reduce(or_, flags), reduce(and_, flags)
         self.participants = tuple(rank for rank, row in enumerate(self.rows) if row.takes_part)
@@ -111,15 +91,12 @@ class Agreement:
 
     @property
     def rows(self) -> Sequence[Header]:
-        """The headers of all ranks, decoded."""
         return self.headers.rows
 
     def ranks_with(self, flag: int) -> list[int]:
-        """The ranks with the flag."""
         return [rank for rank, flags in enumerate(self.headers.flags) if flags & flag]
 
     def column(self, name: str) -> list[int]:
-        """The fact ``name`` of every rank."""
         return self.headers.column(name)
 
 
@@ -135,10 +112,9 @@ def agree(
 ) -> Agreement:
     """Exchange headers, and return them if they match.
 
-    Fills in the wrapper, operation and number of ``call``. ``header.layout`` is the fingerprint of ``inventory``.
-    ``mismatches``: of the checks, in any order. ``metrics``: the names behind ``header.metric_names``.
-    ``layout_advice``: the next step in the text of a LayoutError. ``on_device``: the payload may travel on the user's
-    group, as tensors of a device do.
+    Writes the wrapper, operation and number of ``call`` to ``header``, whose ``layout`` is the fingerprint of
+    ``inventory``. ``mismatches``: of the checks, in any order. ``metrics``: the names behind ``header.metric_names``.
+    ``layout_advice``: the next step in the text of a LayoutError. ``on_device``: the payload may use the user's group.
 
     Raises:
         PeerError: a rank failed before the exchange.
@@ -190,11 +166,10 @@ def announcing_failures(call: Call) -> Iterator[None]:
 
 
 def announce_failure(call: Call, error: Exception) -> None:
-    """Tell the other ranks in a header that ``error`` ended the local work of this rank. Returns if every rank failed
-    with the same text: then no rank waits.
+    """Collective: tell the other ranks in a header that ``error`` ended the local work of this rank.
 
-    Raises:
-        PeerError: as :func:`announcing_failures`.
+    Returns if every rank failed with the same text: then no rank waits. Otherwise raises a PeerError, as
+    :func:`announcing_failures`.
     """
     add_explanation(error)
     if isinstance(error, LegacyDDPError) and error.call is None:
@@ -212,10 +187,9 @@ def announce_failure(call: Call, error: Exception) -> None:
 
 
 def agree_on_kinds(call: Call, kinds: Sequence[int]) -> list[int]:
-    """The kind of every reduced gradient: absent if absent on every rank, dense if ranks hold different kinds.
+    """Collective: the kind of each reduced gradient: absent if absent on all ranks, dense if the kinds differ.
 
-    Collective, needed only if the headers show different kinds: 2 bytes a slot, whatever the number of ranks.
-    ``kinds``: the kinds on this rank.
+    Needed only if the headers show different kinds. A rank sends 2 bytes a slot. ``kinds``: of this rank.
     """
     own = torch.tensor(kinds, dtype=torch.uint8, device="cpu")
     # One maximum gives both ends: the largest kind, and 255 minus the smallest kind that is not absent.
@@ -233,8 +207,8 @@ def ranks_where(call: Call, is_true: bool) -> tuple[int, ...]:
 
 
 def _in_context(call: Call, rows: Sequence[Header], problem: AgreedError) -> AgreedError:
-    """Collective: ``problem`` with the wrapper of the call, if a rank has several, and what surrounds a DesyncError."""
-    # A rank that failed before the exchange, or has another version of the library, gathers nothing here.
+    """Collective: ``problem`` with the name of the wrapper, if a rank has several, and the context of a DesyncError."""
+    # A rank that failed before the exchange, or has another version of the library, does not take part here.
     if isinstance(problem, PeerError) or len({row.version for row in rows}) > 1:
         return problem
     wrappers, notes = gather_context(call)
@@ -249,7 +223,7 @@ def _in_context(call: Call, rows: Sequence[Header], problem: AgreedError) -> Agr
 
 
 def gather_context(call: Call) -> tuple[list[str], list[str]]:
-    """Collective: the names of the wrappers that the ranks are in, of ranks with several, and what surrounds the call:
+    """Collective: the names of the wrappers of the call, from ranks with several wrappers, and notes about its context:
     differences between ranks in their ``no_sync()`` blocks, and the closure of an optimizer step."""
     context = {"wrapper": call.wrapper_name, "work": local_work(), "closure": closure_owner()}
     of_ranks = call.gather_objects(context)
@@ -260,9 +234,9 @@ def gather_context(call: Call) -> tuple[list[str], list[str]]:
 
 
 def _find_failure(call: Call, rows: Sequence[Header], own_text: str) -> AgreedError | None:
-    """The error for failed ranks; None also if all ranks failed with the same text. ``own_text``: of this rank's error.
+    """The error for failed ranks; None also if all ranks failed with the same text. Collective if a rank failed.
 
-    Collective if a rank failed.
+    ``own_text``: the text of the error of this rank, empty without one.
     """
     failed = [rank for rank, row in enumerate(rows) if row.flags & Flag.FAILED]
     if not failed:
@@ -276,7 +250,7 @@ def _find_failure(call: Call, rows: Sequence[Header], own_text: str) -> AgreedEr
 
 
 def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
-    """The error for different calls. Collective after a difference: the module and the line of every rank."""
+    """Collective after a difference: the ranks exchange their modules and lines."""
     if len({(row.version, row.wrapper_id, row.operation, row.call, row.source) for row in rows}) == 1:
         return None
     details = call.gather_objects({"module": call.module_class, "lines": script_lines()})
@@ -293,7 +267,7 @@ def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
 
 
 def _find_other_line(stacks: Sequence[Sequence[str]]) -> Finding:
-    """The innermost lines that differ: ranks may make their calls in one helper function, from different lines."""
+    """The innermost lines that differ: ranks may make their calls in one function that different lines have called."""
     depths = zip_longest(*stacks, fillvalue="no line of a script")
     different = next((lines for lines in depths if len({*lines}) > 1), ())
     return compare_rows([{"line": line} for line in different])
@@ -329,7 +303,7 @@ def _find_other_layout(
 
 
 def _changes_of_own(call: Call, inventory: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """Since which call this rank has other parameters than all ranks had, and what it has added or removed."""
+    """The last call in which all ranks had the same parameters, and what this rank has added or removed since."""
     if call.group_state.agreed is None:
         return "", {}
     operation, number, before = call.group_state.agreed
@@ -341,7 +315,7 @@ def _changes_of_own(call: Call, inventory: Mapping[str, str]) -> tuple[str, dict
 
 
 def _describe_changes(details: Sequence[tuple[Mapping[str, Any], tuple[int, ...]]]) -> list[str]:
-    """A line for what only some ranks have added, or removed, since all ranks held the same."""
+    """Lines about what only some ranks have added or removed since all ranks held the same."""
     lines = []
     for held, ranks in details:
         others = [other["inventory"] for other, _ in details if other is not held]
@@ -358,9 +332,9 @@ def _describe_changes(details: Sequence[tuple[Mapping[str, Any], tuple[int, ...]
 def _with_ignored(
     details: Sequence[tuple[Mapping[str, Any], tuple[int, ...]]],
 ) -> list[tuple[dict[str, str], tuple[int, ...]]]:
-    """The inventories with their ranks, each with the names in its ``ignore`` that another rank does not ignore.
+    """The inventories with their ranks. Each has also the names that its ranks ignore and other ranks compare.
 
-    A name that no other rank compares is no difference: a tensor of this rank alone is ignored for this reason.
+    A name that no other rank compares is no difference: a rank may ignore a tensor because no other rank has it.
     """
     compared = {name for held, _ in details for name in held["inventory"]}
     rows = []
@@ -373,8 +347,7 @@ def _with_ignored(
 def _find_other_meaning(
     rows: Sequence[Header], mismatches: Sequence[tuple[Precedence, Mismatch]]
 ) -> AgreedError | None:
-    """The error for ranks that mean different things by the same all_reduce(). ``mismatches``: in addition to those
-    that need no check."""
+    """The first error about ranks in the same call with the same layout, in the order of their precedence."""
     finders = sorted([*_ALWAYS_FOUND, *mismatches], key=itemgetter(0))
     return next((problem for _, find in finders if (problem := find(rows)) is not None), None)
 
@@ -386,8 +359,8 @@ def _find_repeat(rows: Sequence[Header]) -> AgreedError | None:
 
 
 def _find_skipped_call(rows: Sequence[Header]) -> AgreedError | None:
-    """Weights change for other reasons, too, and only together with unequal numbers of backward passes prove a step
-    that the other ranks did not make."""
+    # Weights change for other reasons, too. Only with unequal numbers of backward passes the change proves a step that
+    # the other ranks did not make.
     ranks = _ranks_alone_with(Flag.STEPPED, rows)
     if not ranks or not _compare_backwards(rows):
         return None
@@ -401,7 +374,6 @@ def compare_work(rows: Sequence[Header]) -> Finding:
 
 
 def _compare_backwards(rows: Sequence[Header]) -> Finding:
-    """The numbers of backward passes of the participants."""
     return _compare_counts(rows, [row.micro_batches for row in rows])
 
 
@@ -419,8 +391,7 @@ def _find_mixed_participation(rows: Sequence[Header]) -> AgreedError | None:
 
 
 def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
-    """The error for a split of micro-batches unsuitable for a tree. A rank without gradients counts as zeros."""
-    ranks = _participants(rows)
+    ranks = _participants(rows)  # a rank without gradients counts as zeros
     most = max((rows[rank].leaves for rank in ranks), default=0)
     if not most:
         return None
@@ -434,7 +405,7 @@ def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
 
 
 def _find_other_metrics(call: Call, names: Sequence[str], rows: Sequence[Header]) -> AgreedError | None:
-    """The error for metrics of different names. Collective after a difference."""
+    """Collective after a difference."""
     ranks = [rank for rank, row in enumerate(rows) if not row.flags & Flag.JOINED]  # other ranks count as zeros
     if len({rows[rank].metric_names for rank in ranks}) <= 1:
         return None
@@ -445,11 +416,8 @@ def _find_other_metrics(call: Call, names: Sequence[str], rows: Sequence[Header]
 
 
 def _find_other_collectives(rows: Sequence[Header]) -> AgreedError | None:
-    """The error for different numbers of the script's own collectives on the group that carries tensors of a device.
-
-    Collectives of one group pair in the order in which they are issued: the payload of one rank would pair with other
-    data of another rank. On the CPU the payload has a group of its own, and there is nothing to compare.
-    """
+    # The collectives of a group pair in the order in which they are issued. If the numbers differ, the payload of one
+    # rank would pair with other data of another rank. On the CPU the payload has a private group: nothing to compare.
     if not all(row.flags & Flag.ISSUED_KNOWN for row in rows):
         return None
     finding = compare_rows([{"collectives since the last call": str(row.issued)} for row in rows])
@@ -474,7 +442,7 @@ def _participants(rows: Sequence[Header]) -> list[int]:
 
 
 def _ranks_alone_with(flag: int, rows: Sequence[Header]) -> list[int]:
-    """The participants with ``flag``; empty if all participants have the flag: then the loop works like this."""
+    """The participants with ``flag``; empty if all of them have it: then the training loop is made like this."""
     participants = _participants(rows)
     ranks = [rank for rank in participants if rows[rank].flags & flag]
     return ranks if len(ranks) < len(participants) else []
@@ -495,7 +463,7 @@ def desync_error(rows: Sequence[Header], headline: str, finding: Finding, advice
 
 
 def agreed_error(kind: type[AgreedError], rows: Sequence[Header], text: str, ranks: Sequence[int]) -> AgreedError:
-    """An error made from the rows alone. Names no call if the ranks are in different calls."""
+    """An error that is equal on all ranks. Names no call if the ranks are in different calls."""
     names = {row.call_name for row in rows}
     shared = len(names) == 1
     text = f"{names.pop()}: {text}" if shared else text[0].upper() + text[1:]

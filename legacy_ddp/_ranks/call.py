@@ -1,4 +1,4 @@
-"""A collective call on this rank: number in the sequence, phases and their times, success or failure."""
+"""A collective call on this rank: its number, its phases and their times, its success or failure."""
 
 import sys
 import weakref
@@ -27,25 +27,21 @@ from legacy_ddp._watchdog.process import ActivityMark, new_mark
 
 _EARLY_CALLS = 2
 _NO_RANGE = nullcontext()
-
-
-# Of every wrapper that has met the other ranks, and exists: a list, because a call asks for the number of them.
+# Of every living wrapper that has met the other ranks. A list, because every call asks for its length.
 _numbered: "list[weakref.ref[GroupState]]" = []
 
 
 @dataclass(eq=False)
 class GroupState:
-    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls.
-
-    ``agreed``: the operation and number of the last call in which all ranks held the same parameters, and what they
-    held. ``sparse``: the names of the parameters with a sparse result in any call until now; equal on all ranks.
-    """
+    """State of a wrapper on a group."""
 
     groups: Groups
-    wrapper_id: int | None = None
-    calls: Counter[Operation] = field(default_factory=Counter)
+    wrapper_id: int | None = None  # set at the first success
+    calls: Counter[Operation] = field(default_factory=Counter)  # numbers of completed calls
+    # Operation and number of the last call in which all ranks held the same parameters, and what they held.
     agreed: tuple[Operation, int, Mapping[str, str]] | None = None
     waited_seconds: float = 0.0  # for the headers of the other ranks, in the last all_reduce
+    # Names of the parameters with a sparse result in any call until now; equal on all ranks.
     sparse: set[str] = field(default_factory=set)
 
 
@@ -55,10 +51,7 @@ class Call(Gatherer):
     ``ignored``: the names in ``ignore``. ``module_class``: the class of the module, empty for parameters without one.
     ``is_early``: one of the first calls, in which a long wait is nothing unusual.
 
-    After the first communication a call succeeds, ends in an error on all ranks, or leaves the group unusable.
-
-    An exception of a signal handler may come before the block or at its end, so that the call is never ended. The next
-    call recognises this, because the function with the block has ended, and ends the earlier call.
+    After the first communication a call succeeds, raises an error on all ranks, or leaves the group unusable.
 
     Raises:
         LegacyDDPError: a call on this group is under way in this process.
@@ -77,7 +70,7 @@ class Call(Gatherer):
         self.operation = operation
         self.settings = settings
         self.checks = settings.checks
-        self.ignored = settings.ignore
+        self.ignored = settings.ignore  # names
         self.module_class = module_class
         self.wrapper_id = 0
         self.seconds: dict[str, float] = {}
@@ -95,7 +88,7 @@ class Call(Gatherer):
             if self.groups.lost:
                 raise self.groups.lost_error()
             self.number = self.group_state.calls[self.operation] + 1
-            # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
+            # Equal on ranks that make their first calls in the same order. A failed first call leaves its number free.
             self.wrapper_id = self.group_state.wrapper_id or self.groups.wrapper_count + 1
             self.name = self.full_name = f"{self.operation.label} call {self.number}"
             # The first calls of a wrapper wait for compilers, caches and data loaders: these are told calmly.
@@ -111,11 +104,8 @@ class Call(Gatherer):
         return self
 
     def _take_over(self) -> None:
-        """Become the call under way on the group.
-
-        Raises:
-            LegacyDDPError: another call is.
-        """
+        # An exception of a signal handler may come before the block of a call or at its end, and the call is never
+        # ended. The function with the block has then returned: end the call here.
         while (other := self.groups.busy.take(self)) is not self:
             if not has_left(other):
                 raise LegacyDDPError(f"{self.operation}: {_refusal(other)}")
@@ -145,7 +135,7 @@ class Call(Gatherer):
     def _end_call(self, error: BaseException | None) -> None:
         """Count a success. After an error of this rank alone, tell the other ranks, and refuse further calls.
 
-        Called again where an exception interrupts it: then a call that is not counted has failed, because the other
+        Called again if an exception interrupts it. A call that is not counted yet has then failed, because the other
         ranks may have counted it.
         """
         if error is None:
@@ -156,7 +146,7 @@ class Call(Gatherer):
                 self.groups.wrapper_count = max(self.groups.wrapper_count, self.wrapper_id)
                 _numbered.append(weakref.ref(self.group_state, _numbered.remove))
                 self.group_state.wrapper_id = self.wrapper_id
-            self.group_state.calls[self.operation] = self.number  # last: from here on the call has succeeded
+            self.group_state.calls[self.operation] = self.number  # last: now the call has succeeded
         elif self.number and self.group_state.calls[self.operation] == self.number:
             error = None
         watchdog = self.groups.watchdog
@@ -166,7 +156,7 @@ class Call(Gatherer):
             self.groups.mark_failed(error)
             if watchdog is not None and not isinstance(error, LostPeerError):
                 watchdog.notify_failure(error)
-            self.groups.close_star(error)  # after the notice: the other ranks ask for the reason at once
+            self.groups.close_star(error)  # after the notice, because the other ranks then ask for the reason at once
         if error is not None:
             is_agreed = isinstance(error, AgreedError) or self._failed_alike
             shorten_display(error, is_agreed=is_agreed, rank=self.groups.rank, first=self.groups.global_ranks[0])
@@ -174,8 +164,8 @@ class Call(Gatherer):
         self._is_ended = True
 
     def _end_in_order(self, error: BaseException, *, is_agreed: bool) -> None:
-        """Let the process of the rank at fault end before this process, if ``error`` ends both: a launcher names the
-        rank that ends first. Of an agreed error without such a rank: the rank that shows the traceback."""
+        """Let the process of the rank at fault end before this process, because a launcher names the rank that ends
+        first. After an agreed error without such a rank, the rank that shows the traceback ends first."""
         if is_loss := isinstance(error, LostPeerError):
             ranks = () if isinstance(error, SyncTimeoutError) else error.ranks  # a silent rank does not end
         elif is_agreed:
@@ -197,21 +187,17 @@ class Call(Gatherer):
         return f"wrapper {self.wrapper_id}{self.module_class and f' ({self.module_class})'}"
 
     def name_in_full(self, text: str) -> str:
-        """``text`` with the full name of this call, if it begins with the name."""
+        """``text``, with the full name of this call in place of its name at the beginning."""
         head = f"{self.name}:"
         return f"{self.full_name}:{text.removeprefix(head)}" if text.startswith(head) else text
 
     def prepare_watchdog(self) -> None:
-        """Make the watchdog in the first call on the group, unless checks are off.
-
-        Raises:
-            OSError: the report file or the socket cannot be opened.
-        """
+        """Make the watchdog in the first call on the group, unless checks are off. OSError: no file or socket."""
         if watchdog := self.groups.open_watchdog(self.checks):
             watchdog.begin(self.full_name, is_early=self.is_early)
 
     def exchange_endpoints(self) -> None:
-        """Collective, once per group, after headers matched for the first time: exchange the watchdogs' endpoints, and
+        """Collective, once per group, after its first matching headers: exchange the endpoints of the watchdogs, and
         connect the hosts."""
         if self.groups.endpoints_exchanged or self.groups.size == 1:
             return
@@ -227,12 +213,9 @@ class Call(Gatherer):
         self._peers_waiting, self._failed_alike = False, True
 
     def phase(self, name: str) -> "PhaseEnd":
-        """Time the block under ``name``, and show ``name`` in the reports of the watchdog.
-
-        The phase begins here and not as the block is entered: ``with call.phase(name):``.
-        """
+        """Time the block ``with call.phase(name):``, and show ``name`` in the reports of the watchdog."""
         self.phase_name = name
-        # As process_activity.enter(), which would be a further Python call in each of the phases.
+        # As process_activity.enter(), without its Python call in each phase.
         changes = process_activity.mark.changes + 1
         mark = process_activity.mark = new_mark(ActivityMark, (self.full_name, name, monotonic(), get_ident(), changes))
         if self.groups.watchdog is not None:
@@ -245,7 +228,7 @@ class Call(Gatherer):
         return self._phase_end
 
     def payload(self, places: Sequence[torch.device]) -> AbstractContextManager[None]:
-        """The phase of the payload. On the devices ``places`` the watchdog watches it beyond the end of the call."""
+        """The phase of the payload. The watchdog watches the devices ``places`` also after the end of the call."""
         watchdog = self.groups.watchdog
         if watchdog is None:
             return self.phase("payload")
@@ -269,20 +252,18 @@ class Call(Gatherer):
             self.groups.watchdog.activity.mark = process_activity.mark
 
     def profiled(self, what: object) -> AbstractContextManager[object]:
-        """A range named ``what`` inside the phase, for torch's profiler."""
+        """A range ``what`` inside the phase, for torch's profiler."""
         if not internals.is_profiling():
             return _NO_RANGE
         return internals.profiler_range("legacy_ddp", self.operation.label, self.phase_name, what)
 
     def await_notice(self, notice: Callable[[], Any]) -> None:
-        """Wait for the work of ``notice()`` on the user's own group, if any."""
         with self.phase("join"):
             if (work := notice()) is not None:
                 self.wait_until_deadline(work)
 
 
 def _refusal(other: Call) -> str:
-    """Why no call can begin while ``other`` is under way."""
     operation = other.operation.label
     if other.thread == get_ident():
         return (
@@ -295,7 +276,7 @@ def _refusal(other: Call) -> str:
 
 
 class PhaseEnd:
-    """The end of the phases of a call, as the end of a block."""
+    """Ends the innermost phase of a call, as its block ends. The phase began in :meth:`Call.phase`."""
 
     __slots__ = ("_open", "_seconds")
 
@@ -314,11 +295,7 @@ class PhaseEnd:
 
 
 def check_can_communicate(call: Call) -> None:
-    """Refuse a call at a moment in which no collective may run.
-
-    Raises:
-        LegacyDDPError: inside backward, or while a graph of the device is captured.
-    """
+    """Raise a LegacyDDPError inside backward, or while a graph of the device is captured: no collective may run."""
     if internals.current_backward() != -1:
         raise LegacyDDPError(
             f"{call.operation} was called from inside backward, expected after it; move it behind loss.backward()"

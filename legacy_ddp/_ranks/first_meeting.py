@@ -1,10 +1,9 @@
 """The first meeting of the ranks of a group: they find each other in the store of the group, and connect in a tree.
 
 Every rank makes a constant number of operations on the store, besides polls of a counter. The first rank of a host to
-arrive is its hub, and the hubs form a tree in the order of their arrival. No rank waits in the store: a stopped owner
-of the store would block it.
+arrive is its hub, and the hubs form a tree in the order of their arrival. All members arrive before any hub connects to
+another. A rank that cannot connect writes its error to the store, for the other ranks.
 
-All members arrive before any hub connects to another, and a rank that cannot connect tells the others in the store.
 Every rank brings a card with facts about its process. The cards of all ranks show which ranks share a host.
 """
 
@@ -24,19 +23,14 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._errors import LegacyDDPError, PeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._log import logger_of
 from legacy_ddp._ranks.star import Star, StarLostError
-from legacy_ddp._ranks.star_sockets import (
-    HostListener,
-    HubListener,
-    connect_hubs,
-    connect_on_host,
-)
+from legacy_ddp._ranks.star_sockets import HostListener, HubListener, connect_hubs, connect_on_host
 from legacy_ddp._text import name_ranks, system_error_text
 from legacy_ddp._watchdog.client import decode_endpoint
 from legacy_ddp._watchdog.process import boot_id
 
 ARITY = 32  # hubs below a hub
 MAX_RANKS = 256  # on a host: more were not tried
-# Of a process, with what different facts mean.
+# The facts about a process, and what it means if they differ between ranks.
 _MEANINGS = {
     "boot": "they run on different hosts",
     "network": "they run in different network namespaces",
@@ -48,7 +42,7 @@ _BEGINS, _ARRIVALS, _ERROR, _HUBS = "begins", "arrivals", "error", "hubs"
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
 _QUEUE = 4096  # connections that wait; the kernel may allow less (net.core.somaxconn, 4,096)
 _NAME = "first collective on this process group"
-# Why a rank is late: by whether a wrapper makes the first call, or the function.
+# Why a rank may be late, if a wrapper makes the first call (True), or all_reduce_gradients() (False).
 _LATE = {
     True: "long work before the wrapper, such as preparing data (pass a longer timeout_seconds); an error (look at the "
     "output of these processes); a rank without a wrapper, for example under a condition (construct it on "
@@ -66,28 +60,21 @@ _ERRORS = {kind.__name__: kind for kind in (PeerError, PeerLostError, SyncTimeou
 
 @dataclass(frozen=True)
 class Met:
-    """The tree, the card of every rank, and the part of the store for further connections.
-
-    A card has the :data:`FACTS`, ``problem``, and ``hub``: the rank of the hub of its host.
-    """
-
-    star: Star
-    cards: list[dict[str, Any]]
-    store: internals.Store
+    star: Star  # the tree
+    cards: list[dict[str, Any]]  # of every rank: as own_card(), with ``hub``, the rank of the hub of its host
+    store: internals.Store  # the part of the store for further connections
 
 
 def own_card() -> dict[str, str]:
-    """Facts about this process; equal facts mean one host.
-
-    ``boot``: boot id of the kernel. ``network``: inode of the network namespace; containers with networks of their own
-    usually share no files either. ``user``: number of the effective user. ``problem``: empty, or the reason why a fact
-    is not known.
+    """The :data:`FACTS` about this process, equal on ranks that share a host; and ``problem``: why a fact is not known,
+    empty if all are known.
     """
     if sys.platform != "linux":
         return {"problem": f"shared memory needs Linux, got sys.platform {sys.platform!r}"}
     try:
         return {
             "boot": boot_id(),
+            # Containers with networks of their own usually share no files either.
             "network": str(os.stat("/proc/self/ns/net").st_ino),
             "user": str(os.geteuid()),
             "problem": "",
@@ -112,7 +99,7 @@ def meet_members(
     ``warn_after_seconds``: when the first rank that came tells which ranks have not come; None for no warning.
 
     Raises:
-        PeerError: on all ranks: a rank cannot open its connections; ``check_room`` raised OSError, for example.
+        PeerError: on all ranks: a rank cannot open its connections.
         SyncTimeoutError: a member did not arrive. PeerLostError: a member was lost.
     """
     # The count of begins numbers the generations, also on a store that an earlier generation used.
@@ -122,7 +109,7 @@ def meet_members(
     try:
         of_generation.set(f"begun/{rank}", "1")
         try:
-            check_room(0)  # nobody knows yet which ranks are hubs, and of how many ranks
+            check_room(0)  # not known yet: which ranks are hubs, and of how many ranks
             meeting.join_host()
         except OSError as error:
             meeting.tell(meeting.error_of(error))
@@ -133,7 +120,7 @@ def meet_members(
         except SyncTimeoutError as error:
             meeting.tell(error)  # to a rank that arrives later
             raise
-        meeting.check_error()  # written before the arrival of its rank: equal on all ranks
+        meeting.check_error()  # equal on all ranks: a rank writes its error before it arrives
         star, cards = meeting.connect()
     finally:
         meeting.close()
@@ -158,7 +145,7 @@ class _Meeting:
         self._token = secrets.token_hex(16)
 
     def join_host(self) -> None:
-        """Become the hub of the host, or connect to it. A rank that cannot connect is a host of its own."""
+        """Become the hub of the host, or connect to the hub. A rank that cannot connect is a host of its own."""
         if self._store.add(self._host_key, 1) == 1:
             self._listen()
         else:
@@ -169,9 +156,8 @@ class _Meeting:
         self.card["hub"] = self._rank if self._hub is None else self._hub[0]
 
     def _connect_on_host(self, hub: int, directory: str, token: str) -> None:
-        """Connect to the rank ``hub``. An empty ``directory``: that rank does not listen, and its card says why."""
         try:
-            if directory:
+            if directory:  # else the hub does not listen, and its card says why
                 self._hub = hub, connect_on_host(directory, token, self._rank, hub)
                 self._connections.append(self._hub[1])
         except OSError as error:
@@ -180,7 +166,6 @@ class _Meeting:
             self._store.add(f"{self._host_key}/left", 1)
 
     def _listen(self) -> None:
-        """Listen for the other ranks of the host, and tell them the place."""
         try:
             if not self.card["problem"]:
                 self._listener = HostListener(_QUEUE)
@@ -206,7 +191,7 @@ class _Meeting:
         return star, cards
 
     def close(self) -> None:
-        """Stop listening, and close the connections that no star has got."""
+        """Stop listening, and close the connections unless the star has them."""
         for listener in (self._listener, self._hub_listener):
             if listener is not None:
                 listener.close()
@@ -255,7 +240,7 @@ class _Meeting:
         return problem
 
     def tell(self, error: LegacyDDPError) -> None:
-        """Tell all ranks of the error that ends the first meeting, before this rank closes its connections."""
+        # To be called before this rank closes its connections: the other ranks then look for the error.
         self._store.set(_ERROR, json.dumps([type(error).__name__, str(error), error.ranks]))
 
     def check_error(self) -> None:
@@ -264,7 +249,7 @@ class _Meeting:
             raise _ERRORS[kind](text, ranks=tuple(ranks), phase="agree")
 
     def check(self, who: str = "a rank") -> None:
-        """Call this in every wait. ``who``: the rank that this rank waits for, in the text of the timeout."""
+        """To be called in every wait: raises the error of a rank, or the timeout. ``who``: the rank waited for."""
         self.check_error()
         if time.monotonic() > self._deadline:
             seconds = f"{self._timeout.total_seconds():g} s"
@@ -273,7 +258,6 @@ class _Meeting:
             )
 
     def _read(self, key: str, who: str) -> dict[str, Any]:
-        """What another rank sets at ``key``."""
         _ask_until(lambda: self._store.check([key]), lambda: self.check(who))
         place: dict[str, Any] = json.loads(self._store.get(key))
         return place
@@ -334,8 +318,8 @@ def _await_members(store: internals.Store, generation: int, size: int, timeout: 
 
 
 def _ask_until(is_done: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Ask until ``is_done()``, with ``check()`` before each pause; it may raise. A wait in the store itself would be
-    blocked by a stopped owner of the store, and fill the terminal with its timeouts."""
+    """Wait until ``is_done()``. Calls ``check()``, which may raise, before each pause."""
+    # Not by a wait in the store: a stopped owner of the store would block it, and its timeouts would fill the terminal.
     pause = _SHORTEST_PAUSE_SECONDS
     while not is_done():
         check()
@@ -352,10 +336,10 @@ def find_hosts(cards: Sequence[Mapping[str, Any]]) -> list[tuple[int, ...]]:
 
 
 def why_gloo(cards: Sequence[Mapping[str, Any]]) -> str:
-    """Why the ranks of these cards use gloo alone; empty if the ranks of each host can share memory.
+    """Why the ranks of these cards use only gloo; empty if the ranks of each host can share memory.
 
-    Possible are one host, and hosts with equal numbers of ranks, at least two: every part of the gradients then has an
-    owner on every host.
+    The ranks must be on one host, or on hosts with equal numbers of ranks, at least two: every part of the gradients
+    then has an owner on every host.
     """
     for rank, card in enumerate(cards):
         if card["problem"]:

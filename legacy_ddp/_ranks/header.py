@@ -1,4 +1,4 @@
-"""What a rank sends at the begin of a call: the operation, its segments of memory, and 128 bytes of facts. Pure."""
+"""What a rank sends at the begin of a call: its segments of memory, and the header, 128 bytes of facts. Pure."""
 
 import struct
 from collections.abc import Sequence
@@ -34,30 +34,28 @@ class Operation(IntEnum):
         return self.label
 
 
-_SEGMENTS = struct.Struct(f"<?3x{MAX_SEGMENTS}I4x")
+_SEGMENTS = struct.Struct(f"<?3x{MAX_SEGMENTS}I4x")  # 56 bytes
 
 
 class SegmentIds(NamedTuple):
-    """The serial numbers of a rank's segments.
+    """The segments of a rank.
 
-    First one per host bucket, of its flat tensor; 0: ordinary memory. With ``reproducible=True`` then one per host
-    bucket, of the sum of its micro-batches; 0: the sum lies in the flat tensor. ``has_spare``: the rank may come
-    back to an earlier segment, and the other ranks keep it mapped.
+    ``serials``: for each shared bucket the segment of its flat tensor; 0: in ordinary memory. With
+    ``reproducible=True`` then for each the segment of the sum of its micro-batches; 0: the sum is in the flat tensor.
     """
 
     serials: tuple[int, ...] = ()
-    has_spare: bool = False
+    has_spare: bool = False  # the rank may use an earlier segment again, and the other ranks keep it mapped
 
 
 @lru_cache(maxsize=16)  # most calls have the segments of the call before
 def encode_segments(segments: SegmentIds) -> bytes:
-    """56 bytes."""
     padded = segments.serials + (0,) * (MAX_SEGMENTS - len(segments.serials))
     return _SEGMENTS.pack(segments.has_spare, *padded)
 
 
 def decode_segments(column: bytes) -> list[SegmentIds]:
-    """Inverse of :func:`encode_segments`, for the bytes of all ranks. Every rank gets ``MAX_SEGMENTS`` serials."""
+    """The segments of all ranks, from their bytes in rank order. Every rank gets ``MAX_SEGMENTS`` serials."""
     return [SegmentIds(tuple(serials), has_spare) for has_spare, *serials in _SEGMENTS.iter_unpack(column)]
 
 
@@ -73,86 +71,66 @@ class Participation(IntEnum):
 
 
 class Flag:
-    """The bits of ``Header.flags``. Plain numbers, because an IntFlag takes six times as long.
+    """The bits of ``Header.flags``. Plain numbers, because an IntFlag takes six times as long."""
 
-    FAILED: the rank failed before the exchange. REPEAT: no backward since the last call, and gradients unchanged since
-    then. STEPPED: weights changed between the first backward since the last call and this call. VALUES: the norm was
-    taken. NONFINITE: the gradient has NaN or infinity; only with VALUES. JOINED: the rank has left a join(); its
-    replica may be old. COUNTED: the zeros of this rank count in a plain mean. SIGNED: ``replica`` has a digest.
-    WATCHED: the rank takes part in the report of non-finite gradients. UNSCALED: a GradScaler has unscaled gradients
-    before the call. NORM_CLIPPED, VALUE_CLIPPED: every gradient was written to in place before the call, and the norm
-    or the greatest element is the same in call after call. REDUCED: a call of a different wrapper left the gradients.
-    UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward. STEPS_KNOWN,
-    ISSUED_KNOWN: ``steps`` or ``issued`` has a number. SCALED: with ``nonfinite="skip"``, a GradScaler skips steps with
-    infinities on the rank. STALE: a gradient of the rank holds the result of an earlier call, which this call divides
-    again, or which an earlier call has divided again. NAMED: the rank compares the names of its buffers. RENAMED: these
-    names have not been compared yet. CLEARED: backward ran, and then every gradient was cleared.
-    """
-
-    FAILED = 1
-    REPEAT = 2
-    STEPPED = 4
-    VALUES = 8
-    NONFINITE = 16
-    JOINED = 32
-    COUNTED = 64
-    SIGNED = 128
-    WATCHED = 256
-    UNSCALED = 512
+    FAILED = 1  # the rank failed before the exchange
+    REPEAT = 2  # no backward since the last call, and gradients unchanged since then
+    STEPPED = 4  # weights changed between the first backward since the last call and this call
+    VALUES = 8  # ``norm_bits`` has the norm
+    NONFINITE = 16  # the gradient has NaN or infinity; only with VALUES
+    JOINED = 32  # the rank has left a join(); its replica may be old
+    COUNTED = 64  # the zeros of this rank count in a plain mean
+    SIGNED = 128  # ``replica`` has a digest
+    WATCHED = 256  # the rank takes part in the report of non-finite gradients
+    UNSCALED = 512  # a GradScaler has unscaled gradients before the call
+    # Every gradient was written to in place before the call. In call after call the norm (NORM_CLIPPED) or the greatest
+    # element (VALUE_CLIPPED) is the same.
     NORM_CLIPPED = 1024
     VALUE_CLIPPED = 2048
-    REDUCED = 4096
-    UNCLEARED = 8192
-    STEPS_KNOWN = 16384
-    ISSUED_KNOWN = 32768
-    SCALED = 65536
-    CLEARED = 131072
+    REDUCED = 4096  # a call of another wrapper left the gradients
+    UNCLEARED = 8192  # every gradient is the result of the last call, used by a step, plus a backward
+    STEPS_KNOWN = 16384  # ``steps`` has a number
+    ISSUED_KNOWN = 32768  # ``issued`` has a number
+    SCALED = 65536  # with ``nonfinite="skip"``: a GradScaler skips steps with infinities on the rank
+    CLEARED = 131072  # backward ran, and then every gradient was cleared
+    # A gradient of the rank holds the result of an earlier call, which this call or an earlier one divides again.
     STALE = 262144
-    NAMED = 2**28
-    RENAMED = 2**29
+    NAMED = 2**28  # the rank compares the names of its buffers
+    RENAMED = 2**29  # these names have not been compared yet
 
 
 @dataclass(slots=True)
 class Header:
-    """The facts of a rank about a call. Written by the rank before the exchange, and only read afterwards.
-
-    ``flags``: bits of :class:`Flag`. ``wrapper_id``: number of the wrapper on the group. ``layout``: fingerprint of
-    what all ranks must have alike. ``source``: the rank that broadcasts. ``metric_names``: fingerprint of the names of
-    the metrics, 0 without metrics. ``micro_batches``: backward passes since the last call. ``leaves``: number of
-    micro-batches added in the order of a tree, 0 without a tree. ``steps``: optimizer steps since the last call.
-    ``issued``: collectives that the script has issued on its own group since the last call. ``sample_size``: number of
-    items. ``mask``: fingerprint of the kinds of all gradients. ``norm_bits``: norm of the local gradient.
-    ``waited_seconds``: for the headers of the last all_reduce. ``data_seconds``, ``forward_seconds``,
-    ``backward_seconds``: parts of the step of the rank, from its last call to this call (``_steps/policy``);
-    0 with checks off. ``replica``: digest of the state that replicas share. ``gradients``: digest of the gradients in
-    check_replicas(); in an all_reduce on a device what is known there about the gradients of earlier calls
-    (``_call/nonfinite``). ``generators``: digest of the random generators, which may differ; in an
-    all_reduce on a device the digest of an earlier call (``_call/replicas``).
-    """
+    """The facts of a rank about a call. Written by the rank before the exchange, and only read afterwards."""
 
     # The facts that are equal on all ranks in most calls come first: their bytes are compared all at once.
     version: int = HEADER_VERSION
     operation: int = 0
     participation: int = Participation.PLAIN
-    flags: int = 0
-    wrapper_id: int = 0
-    source: int = 0
+    flags: int = 0  # bits of Flag
+    wrapper_id: int = 0  # number of the wrapper on the group
+    source: int = 0  # the rank that broadcasts
     call: int = 0
-    layout: int = 0
-    metric_names: int = 0
-    micro_batches: int = 0
-    leaves: int = 0
-    steps: int = 0
-    issued: int = 0
-    sample_size: int = 0
-    mask: int = 0
-    norm_bits: int = 0
-    waited_seconds: float = 0.0
+    layout: int = 0  # fingerprint of what all ranks must have alike
+    metric_names: int = 0  # fingerprint, 0 without metrics
+    micro_batches: int = 0  # backward passes since the last call
+    leaves: int = 0  # micro-batches added in the order of a tree, 0 without a tree
+    steps: int = 0  # optimizer steps since the last call
+    issued: int = 0  # collectives that the script has issued on its own group since the last call
+    sample_size: int = 0  # number of items
+    mask: int = 0  # fingerprint of the kinds of all gradients
+    norm_bits: int = 0  # norm of the local gradient, a double
+    waited_seconds: float = 0.0  # for the headers of the last all_reduce
+    # Parts of the step of the rank, from its last call to this call (``_steps/policy``); 0 with checks off.
     data_seconds: float = 0.0
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    replica: int = 0
+    replica: int = 0  # digest of the state that replicas share
+    # In check_replicas(): the digest of the gradients. In an all_reduce on a device: which gradients of earlier calls
+    # were not finite (``_call/nonfinite``).
     gradients: int = 0
+    # Digest of the random generators, which may differ. In an all_reduce on a device: the digest of an earlier call
+    # (``_call/replicas``).
     generators: int = 0
 
     @property
@@ -163,13 +141,12 @@ class Header:
 
     @property
     def takes_part(self) -> bool:
-        """Whether the gradients of the rank count."""
         has_samples = self.participation == Participation.SAMPLES and self.sample_size > 0
         return has_samples or self.participation == Participation.PLAIN
 
     @property
     def samples(self) -> int | None:
-        """The sample_size of the rank, None for a plain call."""
+        """The sample_size, None for a plain call."""
         return self.sample_size if self.participation == Participation.SAMPLES else None
 
     @property
@@ -185,18 +162,19 @@ class Header:
 
 _NAMES = tuple(item.name for item in fields(Header))
 _values = attrgetter(*_NAMES)
-# Of the facts behind the flags. Seconds are floats of 4 bytes: seven digits are enough, and no wait is too long.
+# Of the facts after the flags. Seconds are floats of 4 bytes: seven digits are enough, and no wait is too long.
 _FORMATS: dict[str, Any] = dict.fromkeys(_NAMES[4:], "q")
 _FORMATS |= dict.fromkeys(("wrapper_id", "source", "micro_batches", "leaves"), "I")
 _FORMATS |= dict.fromkeys(("waited_seconds", "data_seconds", "forward_seconds", "backward_seconds"), "f")
 _ROW = struct.Struct("<BBBxI" + "".join(_FORMATS.values()))
-HEADER_BYTES = _ROW.size  # fixed for ever: ranks cannot read rows of another size
+HEADER_BYTES = _ROW.size  # 128, for ever: ranks cannot read rows of another size
 _SIZES = {name: struct.calcsize(kind) for name, kind in _FORMATS.items()}
 _STARTS = dict(zip(_SIZES, accumulate([*_SIZES.values()][:-1], initial=8), strict=True))
 # The bytes of all facts but sizes, norms, times and digests: equal in most calls.
 _ALIKE = _STARTS["sample_size"]
 _OTHERS = HEADER_BYTES - _ALIKE
-# Of each fact: whether it is in the first part, its format, and the numbers of this format that hold it, of all ranks.
+# Of each fact: whether it is in the first part, its format, and its places among the numbers of this format, for all
+# ranks.
 _PLACES = {
     name: (
         start < _ALIKE,
@@ -218,22 +196,20 @@ def encode_header(header: Header) -> tuple[bytes, bytes]:
 class Headers:
     """The headers of all ranks: the two parts of :func:`encode_header`, each of all ranks in rank order.
 
-    Parts are compared, and facts read, without a Python object for each rank. ``is_alike``: whether the first parts
-    are equal on all ranks.
+    Compares parts and reads facts without a Python object for each rank.
     """
 
     def __init__(self, alike: bytes, others: bytes) -> None:
         self._alike, self._others = alike, others
         self.size = len(alike) // _ALIKE
-        self.is_alike = alike == alike[:_ALIKE] * self.size
+        self.is_alike = alike == alike[:_ALIKE] * self.size  # the first parts are equal on all ranks
 
     def __reduce__(self) -> tuple[type["Headers"], tuple[bytes, bytes]]:
-        """A record with its headers may be copied and pickled."""
+        # Users may copy and pickle a record, which has its headers.
         return Headers, (self._alike, self._others)
 
     @cached_property
     def rows(self) -> Sequence[Header]:
-        """The headers of all ranks, decoded."""
         parts = (
             self._alike[_ALIKE * rank : _ALIKE * (rank + 1)] + self._others[_OTHERS * rank : _OTHERS * (rank + 1)]
             for rank in range(self.size)
@@ -241,19 +217,17 @@ class Headers:
         return [Header(*_ROW.unpack(part)) for part in parts]
 
     def column(self, name: str) -> list[Any]:
-        """The fact ``name``, behind the flags, of every rank."""
+        """The fact ``name`` of every rank: one of those after the flags."""
         is_alike, kind, places = _PLACES[name]
         return memoryview(self._alike if is_alike else self._others).cast(kind)[places].tolist()
 
     def is_equal(self, name: str) -> bool:
-        """Whether the fact ``name`` is equal on all ranks."""
         is_alike, kind, places = _PLACES[name]
         values = memoryview(self._alike if is_alike else self._others).cast(kind)[places].tolist()
         return values.count(values[0]) == len(values)
 
     @property
     def flags(self) -> list[int]:
-        """The flags of every rank."""
         return memoryview(self._alike).cast("I")[1 :: _ALIKE // 4].tolist()
 
 
@@ -263,5 +237,4 @@ def encode_double(number: float) -> int:
 
 
 def decode_double(bits: int) -> float:
-    """Inverse of :func:`encode_double`."""
     return float(_DOUBLE.unpack(_WORD.pack(bits))[0])

@@ -1,12 +1,9 @@
-"""Private process groups of a parent group: the user's collectives are never paired with headers or payloads.
+"""Private process groups of a parent group, so that headers and payloads never pair with collectives of the user.
 
-``Groups.connect_gloo`` opens every gloo connection of the library, on a host and between hosts.
-
-Collective: the first call on a parent group, by its members alone. ``new_group`` is not usable: it is collective over
-the whole world, and its names depend on the number of groups that a rank already owns.
-
-The members first connect in a tree of stars (:mod:`~legacy_ddp._ranks.first_meeting`). The gloo group for gradients
-connects afterwards. Between hosts, the ranks of equal index on their hosts form a gloo group.
+Their members make them in the first call on the parent group. First they connect in a tree of stars
+(:mod:`~legacy_ddp._ranks.first_meeting`), then the gloo group for gradients. Between hosts, the ranks of equal index on
+their hosts form a gloo group. ``Groups.connect_gloo`` opens every gloo connection of the library. torch's ``new_group``
+is not usable: it is collective over all ranks of the job, and its names depend on the number of groups of a rank.
 """
 
 import atexit
@@ -46,12 +43,11 @@ _SINGLE_RANK = 'torch.distributed.init_process_group("gloo", store=torch.distrib
 _DESTROYED = "process_group was destroyed; assign a live one to .process_group"
 _OF_GROUP = 9  # measured with torch 2.13, 16 ranks: at most 9 descriptors after an all_reduce
 _OF_TREE = 4  # two listeners, the connection to the rank above, a directory
-# Of the watchdog: file, listening socket, selector, two for waking up, two connections, a request.
-_WATCHDOG = 8
+_WATCHDOG = 8  # file, listening socket, selector, two to wake its thread, two connections, a request
 
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
 _alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
-# In a forked child: the groups of torch that it inherited, each with the number of the process that it was forked from.
+# In a forked child: the groups of torch that it has inherited, with the number of the process that it was forked from.
 inherited: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
@@ -63,7 +59,6 @@ class GroupHandle:
         self._lost = lost
 
     def resolve(self) -> dist.ProcessGroup:
-        """The group to use."""
         group = dist.group.WORLD if self._process_group is None else self._process_group
         if isinstance(group, dist.ProcessGroup) and group in internals.groups_of_torch() and not self._lost:
             return group
@@ -151,7 +146,7 @@ class Groups:
         self.size = parent.size()
         self.global_ranks = dist.get_process_group_ranks(parent)  # the ranks of the group, counted in the whole job
         self.wrapper_count = 0  # wrappers with a successful call on this group
-        self.has_wrapper = False  # or only the function all_reduce_gradients() makes calls
+        self.has_wrapper = False  # until a wrapper makes a call, and not only the function all_reduce_gradients()
         self.busy: OwnedLock[Any] = OwnedLock()  # held by the call under way
         self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
         self.endpoints_exchanged = False
@@ -159,11 +154,10 @@ class Groups:
         self.cards: Sequence[dict[str, Any]] = ()  # of all ranks
         self.host_problem = ""  # why the ranks of a host share no memory
         self.is_fallback_told = False  # the warning about shared memory that failed later
-        self.hosts: Sequence[tuple[int, ...]] = ()  # that share memory: the ranks of every host, ascending
+        self.hosts: Sequence[tuple[int, ...]] = ()  # with shared memory: the ranks of every host, ascending
         self.host_ranks: tuple[int, ...] = ()  # of this host
-        self.between: Any = (
-            None  # with shared memory on several hosts: the group of the ranks of equal index on their hosts
-        )
+        # With shared memory on several hosts: the group of the ranks of equal index on their hosts.
+        self.between: Any = None
         self._at_end: list[Callable[[], None]] = []  # in this order; also at exit
         self._end = weakref.finalize(self, _call_all, self._at_end)
         self._payload: Any = None
@@ -194,7 +188,6 @@ class Groups:
         self._payload = self.connect_gloo("payload", self.rank, self.size)
 
     def _check_room(self, ranks_below: int) -> None:
-        """Check that this process can open its connections, with as many ranks below it in the tree."""
         check_descriptors(ranks_below + _OF_TREE + descriptors_of_gloo(self.size) + _WATCHDOG)
 
     def timeout(self, seconds: float | None) -> timedelta:
@@ -205,25 +198,20 @@ class Groups:
         return internals.group_timeout(parent)
 
     def connect_gloo(self, name: str, rank: int, size: int) -> Any:
-        """Connect the ranks that give this ``name`` to a gloo group of ``size`` ranks, in a ring. Collective on these
-        ranks.
+        """Collective on the ranks that give this ``name``: connect them to a gloo group of ``size`` ranks, in a ring.
 
         ``rank``: the number of this rank in the new group.
         """
         return internals.connect_gloo(internals.PrefixStore(name, self._store), rank, size, self._timeout)
 
     def open_watchdog(self, checks: Checks) -> Watchdog | None:
-        """Make the watchdog, if ``checks`` are not off and the endpoints were not exchanged before.
-
-        Returns:
-            The new watchdog, None without a new watchdog.
-        """
+        """Make the watchdog in the first call on the group, unless ``checks`` are off. Returns a new one, or None."""
         if self.endpoints_exchanged or self.watchdog is not None or self.size == 1 or checks.level == "off":
             return None
         watchdog = Watchdog(
             self.rank, self.global_ranks, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
         )
-        # First: a lost connection makes the other ranks poll at once, for the exit reason.
+        # Closed before the star: when a connection of the star ends, the other ranks ask for the exit reason at once.
         self._at_end.insert(0, watchdog.close)
         self.watchdog = watchdog
         if self.has_wrapper:
@@ -231,7 +219,6 @@ class Groups:
         return watchdog
 
     def note_wrapper(self) -> None:
-        """A wrapper makes calls on the group, and not only the function."""
         self.has_wrapper = True
         if self.watchdog is not None:
             self.watchdog.note_wrapper()
@@ -251,15 +238,12 @@ class Groups:
         return self._payload if backend == "gloo" else parent
 
     def issued(self) -> int | None:
-        """The number of collectives that the script has issued on its group since :meth:`note_issued`.
-
-        None if the backend of the group does not count them, or does not carry gradients.
-        """
+        """The number of collectives that the script has issued on its group since :meth:`note_issued`; None if the
+        backend of the group does not count them, or does not carry gradients."""
         device = self.counting_device
         return None if device is None else self._count_issued(device) - self._issued_before
 
     def note_issued(self) -> None:
-        """At the end of a call: count the collectives of the script from here on."""
         if (device := self.counting_device) is not None:
             self._issued_before = self._count_issued(device)
 
@@ -276,12 +260,12 @@ class Groups:
         return any(group is private for private in (self._payload, self.between))
 
     def mark_failed(self, error: BaseException) -> None:
-        """Refuse further calls: ranks may be in different places. Keeps the text, but no traceback with its locals."""
-        self.lost = error_text(error)
+        """Refuse further calls, because the ranks may be in different calls."""
+        self.lost = error_text(error)  # not the error: its traceback holds local variables
         self._lost_ranks = error.ranks if isinstance(error, LegacyDDPError) else ()
 
     def lost_error(self) -> LostPeerError:
-        """The error of every call after :meth:`mark_failed`, with the text of the earlier failure."""
+        """The error of every call after :meth:`mark_failed`."""
         return LostPeerError(
             f"the process group is not usable after an earlier failure ({self.lost}); "
             "end this process, or destroy the process group and make a new one",
@@ -289,12 +273,12 @@ class Groups:
         )
 
     def close(self) -> None:
-        """Drop the groups, to end their threads here and not during the shutdown of the interpreter."""
+        """Drop the groups: their threads end here, and not while the interpreter is finalizing."""
         self._end()
         self._payload = self.between = None
 
     def use_hosts(self, hosts: Sequence[tuple[int, ...]], between: Any) -> None:
-        """Share memory on each host, and use the group to the other hosts, None for one host."""
+        """Share memory on each host. ``between``: the group of this rank to the other hosts, None for one host."""
         self.hosts, self.between = hosts, between
         self.host_ranks = next(ranks for ranks in hosts if self.rank in ranks)
 
@@ -314,16 +298,13 @@ class Groups:
             self.star = None
 
     def after_fork(self) -> None:
-        """In a forked child: close the connections, which would hide the death of the parent from the other ranks.
-
-        The groups stay until the process ends: torch would wait for threads that only the parent has, or end with
-        SIGSEGV.
-        """
+        """In a forked child: close the connections, which would hide the end of the parent from the other ranks."""
         if self.watchdog is not None:
             self.watchdog.after_fork()
         if self.star is not None:
             self.star.forget()
         self._end.detach()
+        # Without this, torch would wait for threads that only the parent has, or end with SIGSEGV.
         for group in (self._payload, self.between):
             if group is not None:
                 internals.keep_for_ever(group)
@@ -337,9 +318,7 @@ def _call_all(functions: Sequence[Callable[[], None]]) -> None:
 
 
 def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
-    """Refuse a call in a forked child: the child has the sockets of the group but not its threads, and would wait for
-    ever.
-    """
+    """Refuse a call in a forked child: it has the sockets of the group but not its threads, and would wait for ever."""
     process = inherited.get(parent)
     if process is not None and parent.size() > 1:
         raise LegacyDDPError(
@@ -391,14 +370,14 @@ def groups_of(
 
 
 def join_hosts(groups: Groups, first_problem: Callable[[str], str]) -> None:
-    """Collective: connect the hosts, or note in ``groups`` why only gloo is used. Equal on all ranks.
+    """Collective: connect the hosts, or note in ``groups`` why only gloo is used: the same on all ranks.
 
-    ``first_problem``: collective, the first text of any rank.
+    ``first_problem``: collective, returns the first text of any rank that is not empty.
     """
     reason, hosts, between = why_gloo(groups.cards), find_hosts(groups.cards), list[Any]()
 
     def connect() -> None:
-        # To the ranks of equal index on the other hosts: they own the same part of the gradients.
+        # With the ranks of equal index on the other hosts, because they own the same part of the gradients.
         number, ranks = next(each for each in enumerate(hosts) if groups.rank in each[1])
         between.append(groups.connect_gloo(f"hosts, index {ranks.index(groups.rank)}", number, len(hosts)))
 

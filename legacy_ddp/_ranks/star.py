@@ -1,14 +1,15 @@
 """Messages between the ranks of a group, in a tree of stars: Unix sockets on a host, TCP between the hubs of the hosts.
 
-Every rank but the root has a connection to its parent: to the hub of its host, or for a hub to the hub of another
-host. Rows travel up to the root, and the rows of all ranks down. What concerns one host alone (barriers, descriptors)
-uses the connections of the host.
+Every rank but the root has a connection to its parent: the hub of its host, or for a hub the hub of another host. The
+rows of the ranks go up to the root, and the rows of all ranks go down. Barriers and descriptors concern one host alone,
+and use only the connections of the host.
 
-A message is a series of pieces of 64 KiB at most: a Unix socket takes no packet that is larger than its buffer. A piece
-begins with its kind and its number of bytes. A notice is a piece without content, and its number is a rank: a rank can
-send it between two pieces of a message. Every wait ends after :data:`SLICE_SECONDS`, so that signal handlers run and a
-caller can give up; also where signals come more often: select.poll() keeps its deadline, a receive with SO_RCVTIMEO
-would begin again.
+A message is a series of pieces of at most 64 KiB, because a Unix socket takes no packet that is larger than its buffer.
+A piece begins with its kind and its number of bytes. A notice is a piece without content, with a rank in place of the
+number. A rank can send it between two pieces of a message.
+
+Every wait is cut into slices of :data:`SLICE_SECONDS`, so that signal handlers run and a caller can give up. A slice
+also ends if signals come more often: select.poll() keeps its deadline, while a receive with SO_RCVTIMEO begins again.
 """
 
 import array
@@ -38,18 +39,17 @@ Merge = Callable[[list[bytes]], bytes]
 
 
 class _Exchange(NamedTuple):
-    """What :meth:`Star.exchange` needs for columns of the same widths: the sizes of the messages from below and of the
-    result, the functions that join messages and sort the result, and the place of each column in the result."""
+    """What :meth:`Star.exchange` needs for columns of the same widths."""
 
-    sizes: Mapping[int, int]
-    total: int
+    sizes: Mapping[int, int]  # of the messages from below, by rank
+    total: int  # size of the result
     join: Merge
-    sort: Callable[[bytes], bytes]
-    places: Sequence[slice]
+    sort: Callable[[bytes], bytes]  # of the result
+    places: Sequence[slice]  # of each column in the result
 
 
 class StarLostError(Exception):
-    """The connection to a rank broke, or a rank left because it lost another one: the text names the rank."""
+    """The connection to a rank broke, or a rank left because another was lost. The text names the rank."""
 
 
 class StarTimeoutError(Exception):
@@ -58,31 +58,29 @@ class StarTimeoutError(Exception):
 
 @dataclass
 class Descriptors:
-    """Open descriptors of this rank, received by :meth:`Star.share_descriptors`, by the rank that sent them.
+    """The result of :meth:`Star.share_descriptors`."""
 
-    ``problem``: why descriptors are missing here or elsewhere, as far as this rank met the reason.
-    """
-
-    descriptors: dict[int, list[int]] = field(default_factory=dict)
-    problem: OSError | None = None
+    descriptors: dict[int, list[int]] = field(default_factory=dict)  # open on this rank, by the rank that sent them
+    problem: OSError | None = None  # why descriptors are missing here or elsewhere; None also if not known here
 
     def close(self) -> None:
-        """Close all descriptors."""
         for descriptor in (descriptor for each in self.descriptors.values() for descriptor in each):
             os.close(descriptor)
         self.descriptors = {}
 
 
 class Star:
-    """The connections of this rank in the tree: to its parent, which the root lacks, and to the ranks below.
+    """The connections of this rank in the tree: to its parent (None on the root), and to the ranks below.
 
     ``hub``: rank and connection of the hub of this host; None on a hub. ``above``: the same of the hub above, on
     another host. ``host``, ``hubs``: the connections to the ranks below, by rank, on this host and on other hosts.
-    Every method but :meth:`close`, :meth:`forget`, :meth:`give_up` and :meth:`look` is collective: :meth:`barrier` and
-    :meth:`share_descriptors` on the host, the others on the group. ``on_slice`` is called after every slice of a wait,
-    and may raise.
 
-    ``ranks``: of the group, ascending, after :meth:`introduce`.
+    Collective on the host: :meth:`barrier` and :meth:`share_descriptors`. Collective on the group: :meth:`introduce`,
+    :meth:`exchange`, :meth:`collect` and :meth:`combine`. They call ``on_slice`` after every slice of a wait.
+
+    These methods and :meth:`look` raise:
+        StarLostError: a connection broke, or a rank tells of a lost rank. StarTimeoutError: a rank gave up its wait.
+        Exception: any error of ``on_slice``.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class Star:
         hubs: Mapping[int, socket.socket] = MappingProxyType({}),
     ) -> None:
         self.rank = rank
-        self.ranks: tuple[int, ...] = ()
+        self.ranks: tuple[int, ...] = ()  # of the group, ascending, after introduce()
         self._hub = None if hub is None else hub[0]
         parent = hub or above
         self._parent = None if parent is None else parent[0]
@@ -104,7 +102,7 @@ class Star:
         self._order: tuple[int, ...] = ()  # of all ranks in the message to the parent
         self._connections = {**dict([parent] if parent else []), **host, **hubs}
         self._exchanges: dict[tuple[int, ...], _Exchange] = {}  # by the widths of the columns
-        self._unsent: dict[int, bytes] = {}  # the rest of a piece that a connection took in part
+        self._unsent: dict[int, bytes] = {}  # the rest of a piece of which a part was sent
         self._poll = select.poll()  # of all connections
         self._polls: dict[int, select.poll] = {}  # of each connection
         self._by_descriptor: dict[int, int] = {}
@@ -116,11 +114,7 @@ class Star:
                 poll.register(connection, select.POLLIN)
 
     def introduce(self, card: Mapping[str, Any], on_slice: OnSlice) -> list[Any]:
-        """The card of every rank, JSON values in rank order. The first message between the ranks.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
-        """
+        """The cards of all ranks, JSON values in rank order. The first message between the ranks."""
         parts = {self.rank: [(self.rank, card)]}
         for child in self._children:
             parts[child] = json.loads(self._receive_sized(child, on_slice))
@@ -140,14 +134,10 @@ class Star:
         return [of_rank for _, of_rank in cards]
 
     def exchange(self, columns: Sequence[bytes], on_slice: OnSlice) -> list[bytes]:
-        """Each column of all ranks: the bytes of every rank, one behind the other, in rank order.
+        """Each column of all ranks: the bytes of the ranks joined in rank order.
 
-        ``columns``: of this rank, as many and as long on every rank. Bytes that are equal on all ranks in most calls
-        belong in one column: the columns of all ranks can be compared all at once.
-
-        Raises:
-            StarLostError: a connection broke. StarTimeoutError: a rank gave up its wait.
-            Exception: raised by ``on_slice``.
+        ``columns``: of this rank, as many and as long on every rank. Put bytes that are equal on all ranks in most
+        calls into one column, which can be compared all at once.
         """
         widths = tuple(map(len, columns))
         exchange = self._exchanges.get(widths)
@@ -174,11 +164,7 @@ class Star:
         return _Exchange(sizes, width * len(self.ranks), join, sort, _places(len(self.ranks) * each for each in widths))
 
     def collect(self, own: bytes, sizes: Sequence[int], on_slice: OnSlice) -> list[bytes]:
-        """The bytes of every rank, by rank. ``sizes``: of all ranks, by rank, known to all.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
-        """
+        """The bytes of every rank, by rank. ``sizes``: their sizes by rank, known to all ranks."""
 
         def sort(parts: bytes) -> bytes:
             return b"".join(self._sorted(_cut(parts, [sizes[rank] for rank in self._order])))
@@ -187,10 +173,8 @@ class Star:
         return _cut(self._meet(own, below, sum(sizes), b"".join, sort, on_slice), sizes)
 
     def combine(self, own: bytes, merge: Merge, on_slice: OnSlice) -> bytes:
-        """The bytes of all ranks merged to as many bytes: ``merge`` gets the bytes of some ranks, or results.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
+        """The bytes of all ranks, merged. ``merge`` gets bytes of ranks and results of ``merge``, all of one size, and
+        returns as many bytes.
         """
         sizes = dict.fromkeys(self._children, len(own))
         return self._meet(own, sizes, len(own), merge, lambda result: result, on_slice)
@@ -204,7 +188,7 @@ class Star:
         sort: Callable[[bytes], bytes],
         on_slice: OnSlice,
     ) -> bytes:
-        """Merge the messages from below, in the order of the parts, and get the result of the root, which sorts it."""
+        """Merge the messages from below, send the result up, and return what the root has sorted and sent down."""
         found = self._receive_from(sizes, _ROW, on_slice) if sizes else {}
         found[self.rank] = own
         message = merge(list(map(found.__getitem__, self._below))) if sizes else own
@@ -218,16 +202,11 @@ class Star:
         return message
 
     def _sorted(self, parts: Sequence[bytes]) -> list[bytes]:
-        """The parts of all ranks, in rank order."""
         by_rank = dict(zip(self._order, parts, strict=True))
         return [by_rank[rank] for rank in self.ranks]
 
     def barrier(self, on_slice: OnSlice) -> None:
-        """Return when every rank of the host has arrived.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
-        """
+        """Return when every rank of the host has arrived."""
         if self._hub is not None:
             self._send_piece(self._hub, _HEAD.pack(_BARRIER, 0), on_slice)
             self._receive(self._hub, _BARRIER, 0, on_slice)
@@ -239,12 +218,8 @@ class Star:
     def share_descriptors(self, own: Sequence[int], counts: Mapping[int, int], on_slice: OnSlice) -> Descriptors:
         """Duplicates of the open descriptors of the other ranks of the host. The caller closes them.
 
-        ``own``: of this rank. ``counts``: the number of descriptors of each rank of the host, known to all ranks. At
-        the limit of open files, and where the kernel refuses, some descriptors are missing in the result; the messages
-        arrive nevertheless.
-
-        Raises:
-            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
+        ``own``: of this rank. ``counts``: the number of descriptors of each rank of the host, known to all ranks. If
+        the limit of open files is reached, or the kernel refuses, descriptors are missing in the result.
         """
         found = Descriptors()
         try:
@@ -261,21 +236,16 @@ class Star:
         return found
 
     def look(self) -> None:
-        """Raise the error for a notice that has arrived. Does not wait: a wait for something else calls it regularly.
-
-        Raises:
-            StarLostError: a rank tells of a lost rank. StarTimeoutError: a rank gave up its wait.
-        """
+        """Raise the error for a notice that has arrived. Does not wait. To be called in waits for something else."""
         for descriptor, _ in self._poll.poll(0):
             rank = self._by_descriptor[descriptor]
             if (head := _waiting_head(self._connections[rank], socket.MSG_PEEK))[:1] in _NOTICES:
                 self._follow(rank, head)
 
     def give_up(self, *, is_late: bool) -> None:
-        """Tell the other ranks that this rank gives up; call this before :meth:`close`.
+        """Send a notice that this rank gives up, before :meth:`close`: else other ranks would take this rank for lost.
 
-        ``is_late``: because its timeout has passed, else because another rank was lost. Without this notice the others
-        would take the closed connection for a lost rank.
+        ``is_late``: its timeout has passed; else another rank was lost.
         """
         self._tell(_LATE if is_late else _LEFT, self.rank, self.rank)
 
@@ -288,19 +258,18 @@ class Star:
         self.forget()
 
     def forget(self) -> None:
-        """Close the descriptors, and nothing else: in a forked child the connections are those of the parent."""
+        """Only close the descriptors: in a forked child the connections belong to the parent."""
         for connection in self._connections.values():
             connection.close()
 
     def _forward(self, source: int, descriptors: Sequence[int], found: Descriptors, on_slice: OnSlice) -> None:
-        """Send own descriptors to the hub; on the hub the descriptors of each rank to all others of the host."""
+        """Send descriptors: a rank sends its own to the hub, and the hub sends those of each rank to all others."""
         for rank in self._host if self._hub is None else [self._hub] if source == self.rank else []:
             if rank != source:
                 problem = self._send_piece(rank, _HEAD.pack(_MEMORY, 0), on_slice, descriptors)
                 found.problem = found.problem or problem
 
     def _send(self, rank: int, kind: bytes, content: bytes, on_slice: OnSlice) -> None:
-        """Send a message, in pieces."""
         if len(content) <= PIECE_BYTES:
             self._send_piece(rank, _HEAD.pack(kind, len(content)) + content, on_slice)
             return
@@ -311,7 +280,7 @@ class Star:
     def _send_piece(
         self, rank: int, piece: bytes, on_slice: OnSlice, descriptors: Sequence[int] = ()
     ) -> OSError | None:
-        """Send a piece with descriptors. If the kernel refuses them, send it without, and return the reason."""
+        """Send a piece with descriptors. If the kernel refuses them, send the piece alone, and return the error."""
         connection = self._connections[rank]
         carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         problem = None
@@ -325,7 +294,7 @@ class Star:
                     self._unsent.pop(rank, None)
                     return problem
                 piece = self._unsent[rank] = piece[sent:]
-            except BlockingIOError:  # many messages wait there
+            except BlockingIOError:  # the buffer is full
                 if not _is_ready(connection, select.POLLOUT):
                     self._after_slice(on_slice)
             except ConnectionError:  # closed at the other end, perhaps with a last notice about a lost rank
@@ -336,7 +305,7 @@ class Star:
                 problem, carried = error, []
 
     def _receive_from(self, sizes: Mapping[int, int], kind: bytes, on_slice: OnSlice) -> dict[int, bytes]:
-        """The next message of some ranks, of this kind; read in the order of their arrival. ``sizes``: by rank."""
+        """The next message of some ranks, of this kind, in the order of arrival. ``sizes``: by rank."""
         found: dict[int, bytes] = {}
         early = []
         while len(found) < len(sizes):
@@ -351,14 +320,13 @@ class Star:
                         found[rank] += self._receive(rank, kind, sizes[rank] - PIECE_BYTES, on_slice)
                     continue
                 self._look_at(rank)
-                self._poll.unregister(descriptor)  # it is ahead, or has ended behind its message: not now
+                self._poll.unregister(descriptor)  # a later message, or the end after the message: not to be read now
                 early.append(descriptor)
         for descriptor in early:
             self._poll.register(descriptor, select.POLLIN)
         return found
 
     def _receive(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
-        """The content of the next message of ``rank``, of this kind and size."""
         pieces, poll = [], self._polls[rank]
         while True:
             while not poll.poll(1000 * SLICE_SECONDS):
@@ -369,7 +337,7 @@ class Star:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _read_piece(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
-        """The content of a piece of this kind and size, from a connection that is ready."""
+        """The content of a piece of this kind and size. The connection must be ready."""
         connection = self._connections[rank]
         try:
             piece = connection.recv(_HEAD.size + size)
@@ -380,7 +348,7 @@ class Star:
                 if not (more := connection.recv(_HEAD.size + size - len(piece))):
                     break
                 piece += more
-        except OSError:  # closed with a message of this rank unread; a last notice may wait behind the error
+        except OSError:  # the other rank closed it with an unread message; after the error there may be a last notice
             piece = _waiting_head(connection)
         return self._content(rank, piece, kind, size)
 
@@ -389,7 +357,7 @@ class Star:
             self._after_slice(on_slice)
 
     def _send_sized(self, rank: int, content: bytes, on_slice: OnSlice) -> None:
-        """Send a message with a size that the other rank does not know."""
+        """Send a message after its size, which the other rank does not know."""
         self._send(rank, _SIZE, len(content).to_bytes(8, "little"), on_slice)
         self._send(rank, _ROW, content, on_slice)
 
@@ -398,7 +366,7 @@ class Star:
         return self._receive(rank, _ROW, size, on_slice)
 
     def _receive_descriptors(self, rank: int, source: int, count: int, found: Descriptors, on_slice: OnSlice) -> None:
-        """Add the next ``count`` descriptors, sent by ``source`` and forwarded by ``rank``, to ``found``."""
+        """Add the next ``count`` descriptors to ``found``. They are of ``source``, and ``rank`` sends them."""
         connection = self._connections[rank]
         self._await(rank, on_slice)
         problem = None
@@ -413,18 +381,17 @@ class Star:
         self._content(rank, piece, _MEMORY, 0)
 
     def _content(self, rank: int, piece: bytes, kind: bytes, size: int) -> bytes:
-        """The content of a piece of this kind and size."""
         if not _is_begun(piece, kind, size) or len(piece) != _HEAD.size + size:
             self._follow(rank, piece)
         return piece[_HEAD.size :]
 
     def _follow(self, rank: int, piece: bytes) -> NoReturn:
-        """Pass on the notice that came from ``rank``. All else is the loss of ``rank``: the end of its connection, or a
-        piece that is not expected here."""
+        """Raise the error for a notice from ``rank``, and send it on. Anything else (the end of the connection, an
+        unexpected piece) means that ``rank`` is lost."""
         kind, about = _HEAD.unpack_from(piece) if len(piece) >= _HEAD.size else (b"", 0)
         if kind not in _NOTICES:
             kind, about = _LOST, rank
-        # Without the notice the other ranks would blame this rank, which closes its connections next.
+        # This rank closes its connections next: without the notice the other ranks would take it for the lost one.
         self._tell(kind, about, rank)
         if kind == _LATE:
             raise StarTimeoutError
@@ -433,19 +400,18 @@ class Star:
         raise StarLostError(f"connection to rank {about} lost")
 
     def _after_slice(self, on_slice: OnSlice) -> None:
-        """A rank waits for one piece at a time: look at the other connections."""
+        """In a wait for a piece of one rank: look at the connections of all."""
         for descriptor, _ in self._poll.poll(0):
             self._look_at(self._by_descriptor[descriptor])
         on_slice()
 
     def _look_at(self, rank: int) -> None:
-        """Follow a notice of ``rank``, or the end of its connection. A message waits until its turn."""
+        """Raise the error for a notice of ``rank``, or for the end of its connection. Messages are read later."""
         head = _waiting_head(self._connections[rank], socket.MSG_PEEK)
         if not head or head[:1] in _NOTICES:
             self._follow(rank, head)
 
     def _tell(self, kind: bytes, about: int, source: int) -> None:
-        """Send a notice to all connections but that of ``source``."""
         notice = _HEAD.pack(kind, about)
         for rank, connection in self._connections.items():
             if rank != source:
@@ -454,30 +420,28 @@ class Star:
 
 
 def _cut(data: bytes, sizes: Iterable[int]) -> list[bytes]:
-    """``data`` cut into parts of these sizes."""
     return list(map(data.__getitem__, _places(sizes)))
 
 
 def _places(sizes: Iterable[int]) -> list[slice]:
-    """The places of parts of these sizes, one behind the other."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def _is_begun(piece: bytes, kind: bytes, size: int) -> bool:
-    """Whether the received bytes are the beginning of a piece of this kind and size, or of any head."""
+    """Whether the received bytes are the beginning of a piece of this kind and size, or a part of any head."""
     return 0 < len(piece) < _HEAD.size or piece.startswith(_HEAD.pack(kind, size))
 
 
 def _is_ready(connection: socket.socket, event: int) -> bool:
-    """Wait for ``event``, at most for a slice, also where signals come more often."""
+    """Wait for ``event``, at most for a slice."""
     poll = select.poll()
     poll.register(connection, event)
     return bool(poll.poll(1000 * SLICE_SECONDS))
 
 
 def _receive_with_descriptors(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """As ``socket.recv_fds``, which leaves descriptors open in processes that another thread starts meanwhile."""
     room = socket.CMSG_SPACE(count * array.array("i").itemsize)
+    # Not socket.recv_fds(): processes that another thread starts meanwhile would inherit the descriptors.
     piece, ancillary, _, _ = connection.recvmsg(_HEAD.size, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
     for level, kind, data in ancillary:
@@ -487,7 +451,7 @@ def _receive_with_descriptors(connection: socket.socket, count: int) -> tuple[by
 
 
 def _limit_of(connection: socket.socket) -> OSError | None:
-    """The error of a new descriptor in this process; None if the process can have one more."""
+    """The error of opening another descriptor in this process; None if one more is possible."""
     try:
         os.close(os.dup(connection.fileno()))
     except OSError as error:
@@ -496,7 +460,7 @@ def _limit_of(connection: socket.socket) -> OSError | None:
 
 
 def _waiting_head(connection: socket.socket, flags: int = 0) -> bytes:
-    """The head of a piece that was sent before the connection was closed, empty without one."""
+    """The next head on a connection, which may be closed already; empty without one. Does not wait."""
     for _ in range(2):
         try:
             return connection.recv(_HEAD.size, flags | socket.MSG_DONTWAIT)

@@ -1,9 +1,9 @@
-"""The sockets of a tree of stars as they are opened: Unix sockets on a host, TCP between hubs.
+"""Opening of the sockets of a tree of stars: Unix sockets on a host, TCP between hubs.
 
-The hub of a host listens in a directory of mode 0700: processes of other users can neither connect nor fill the queue
-of connections. An abstract name would be in /proc/net/unix for every user of the host, and any of them could fill the
-queue. A hub listens for other hubs on all interfaces, as the status server does. Every connection begins with a rank
-and a token that the store of the group gave to the ranks.
+The hub of a host listens in a directory of mode 0700, so that processes of other users can neither connect nor fill the
+queue of connections. An abstract name is in /proc/net/unix: any user of the host could fill the queue. A hub listens
+for other hubs on all interfaces, as the status server does. Every connection begins with a rank and a token, which the
+ranks have from the store of the group.
 """
 
 import hmac
@@ -22,21 +22,18 @@ from legacy_ddp._watchdog.process import own_identity
 from legacy_ddp._watchdog.server import listen
 
 _FILE = "hub"
-_HELLO_BYTES = 64  # all that is read of a process that has not shown the token
+_HELLO_BYTES = 64  # no more is read before the token is known to be right
 _MAX_STRANGERS = 128
-# None: the directory for temporary files (TMPDIR). Where that is full, read-only or without sockets: in memory.
+# None: the directory for temporary files (TMPDIR). The second is for a TMPDIR that is full, read-only, or takes no
+# sockets.
 _PLACES = (None, "/dev/shm")
 
 
 class HostListener:
-    """The listening socket of a hub, before its connections.
-
-    ``directory``: with the file of the socket, to be given to the other ranks; made here, and removed by
-    :meth:`close`. ``size``: the largest number of connections that wait.
-    """
+    """The listening socket of a hub on its host. ``size``: the largest number of connections that wait."""
 
     def __init__(self, size: int) -> None:
-        self.directory = ""
+        self.directory = ""  # of the file of the socket, for the other ranks; removed by close()
         self._socket = _new_socket()
         try:
             self._bind()
@@ -79,7 +76,7 @@ class HostListener:
                     self._socket.bind(address)
             except OSError as error:
                 self._remove_directory()
-                problem = problem or error  # of the place that the user can choose
+                problem = problem or error  # the first, because the user can choose TMPDIR
             else:
                 return
         if problem is not None:
@@ -117,18 +114,19 @@ def connect_on_host(directory: str, token: str, rank: int, hub: int) -> socket.s
 
 
 class HubListener:
-    """The listening TCP socket of a hub, for hubs of other hosts. ``endpoint``: what they need to connect."""
+    """The listening TCP socket of a hub, for the hubs of other hosts."""
 
     def __init__(self, rank: int) -> None:
         self._socket = listen()
         self._socket.setblocking(False)
         port = self._socket.getsockname()[1]
+        # What the other hubs need to connect.
         self.endpoint = Endpoint(rank, own_identity(), [(host, port) for host in own_hosts()], secrets.token_hex(16))
 
     def accept(self, count: int, on_slice: Callable[[], None]) -> dict[int, socket.socket]:
-        """Wait for the connections of ``count`` ranks, by rank. ``on_slice`` is called after each try; it may raise."""
+        """The connections of ``count`` ranks, by rank. Waits for them, and calls ``on_slice``, which may raise."""
         connections: dict[int, socket.socket] = {}
-        strangers: dict[int, socket.socket] = {}  # by descriptor, until their first bytes have come
+        strangers: dict[int, socket.socket] = {}  # by descriptor: connections without a rank and a token yet
         poll = select.poll()  # select() takes no descriptor above 1,023
         poll.register(self._socket, select.POLLIN)
         try:
@@ -165,7 +163,6 @@ class HubListener:
 
 
 def connect_hubs(endpoint: Endpoint, rank: int, seconds: float) -> socket.socket:
-    """Connect this rank to the hub at ``endpoint``."""
     connection = connect(endpoint, own_identity(), seconds)
     set_options(connection)
     connection.sendall(_hello(rank, endpoint.token))
@@ -188,7 +185,8 @@ def _new_socket() -> socket.socket:
 
 @contextmanager
 def _address(directory: str) -> Iterator[str]:
-    """The address of the socket in ``directory``, inside the block: short, because an address has 108 bytes at most."""
+    """The address of the socket in ``directory``, inside the block."""
+    # Through a descriptor, because an address has at most 108 bytes.
     descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{_FILE}"
@@ -197,7 +195,7 @@ def _address(directory: str) -> Iterator[str]:
 
 
 def _read_hello(connection: socket.socket, token: str) -> int | None:
-    """The rank that has connected; None for a process outside the job."""
+    """The rank that has connected; None without the right token."""
     try:
         rank, given = connection.recv(_HELLO_BYTES, socket.MSG_DONTWAIT).decode("ascii").split()
         return int(rank) if hmac.compare_digest(given, token) else None

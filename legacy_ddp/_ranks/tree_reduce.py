@@ -1,13 +1,12 @@
 """Reduction over a process group in the order of a tree over the micro-batches of all ranks. Collective (payload).
 
 Each run is cut into a shard per rank of the group. A rank receives its shard from all other ranks, adds in the order of
-the tree, divides, and broadcasts the result. A rank sends 2 (W - 1) / W of the bytes, as in a ring all-reduce. No sum
-depends on the place of its element, on the transport, or on the owner of the shard.
+the tree, divides, and broadcasts the result. A rank sends 2 (W - 1) / W of the bytes, as in a ring all-reduce. The
+order of a sum does not depend on the place of the element, the transport, or the owner of the shard.
 
 Micro-batches are the leaves of a binary tree. Rank r of W ranks with K micro-batches each holds leaves r K to
-r K + K - 1. The sum of a rank is a node of the tree if K is a power of two, or if there is no other rank. The sum of a
-host is a node of the tree over the ranks if the host has a power of two of consecutive ranks, as many as each host
-before it.
+r K + K - 1. The sum of a rank is a node of the tree if K is a power of two, or if there is no other rank. If every host
+has the same power of two of consecutive ranks, the sum over one host is a node of the tree over the ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,7 +54,7 @@ def format_splits(total: int) -> str:
 def why_no_nodes(hosts: Sequence[Sequence[int]]) -> str:
     """Why the sum of a host is no node of the tree; empty if the sums of all hosts are nodes.
 
-    ``hosts``: the ranks of every host, ascending; equally many on each.
+    ``hosts``: the ranks of every host, ascending; each host has equally many.
     """
     each = len(hosts[0])
     if each.bit_count() != 1:
@@ -69,24 +68,19 @@ def why_no_nodes(hosts: Sequence[Sequence[int]]) -> str:
 
 @dataclass(frozen=True)
 class TreeInput:
-    """The input of the reduction for one buffer: three flat tensors of equal size.
+    """The input of the reduction for one buffer: three flat tensors of equal size."""
 
-    ``group``: the ranks to add, None for a single rank. ``own``: the node of the tree that this rank brings;
-    overwritten. ``recv_buffer``: memory for the nodes of other ranks. ``result``: receives the reduced gradients; may
-    be ``own``. ``runs``: the elements to reduce.
-    """
-
-    group: Any
-    own: torch.Tensor
-    recv_buffer: torch.Tensor
-    result: torch.Tensor
-    runs: Sequence[Run]
+    group: Any  # of the ranks whose nodes are added, None for a single rank
+    own: torch.Tensor  # the node of this rank; overwritten
+    recv_buffer: torch.Tensor  # memory for the nodes of other ranks
+    result: torch.Tensor  # receives the reduced gradients; may be ``own``
+    runs: Sequence[Run]  # the elements to reduce
 
 
 def tree_reduce(call: Call, inputs: Iterable[TreeInput], divisor: int) -> Iterator[int]:
     """Put the sums over all ranks, divided by ``divisor``, into every result.
 
-    The collectives of all runs are started before the first wait, of each run as soon as ``inputs`` gives its input.
+    All collectives are started before the first wait: those of a run as soon as ``inputs`` yields its input.
 
     Yields:
         The number of bytes sent for each run, when its result is complete.
@@ -106,14 +100,14 @@ def tree_reduce(call: Call, inputs: Iterable[TreeInput], divisor: int) -> Iterat
 def add_in_tree_order(nodes: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of ``nodes``, level by level, in ``memory[0]``.
 
-    ``memory``: overwritten; a tensor like a node for every two nodes. May be every second node.
+    ``memory``: a tensor like a node for every two nodes, overwritten. These may be every second node.
     """
     level = list(nodes)
     while len(level) > 1:
         pairs = zip(level[::2], level[1::2], memory, strict=False)
         paired = [torch.add(left, right, out=total) for left, right, total in pairs]
         level = paired + level[2 * len(paired) :]
-    return level[0].add_(0.0)  # a gradient missing from a leaf counts as zeros there, and -0.0 + 0.0 is 0.0
+    return level[0].add_(0.0)  # turns -0.0 into 0.0, as a leaf without this gradient does, which counts as zeros
 
 
 class _ShardedRun:
@@ -138,11 +132,11 @@ class _ShardedRun:
         self.size_bytes = own.nbytes if self._size > 1 else 0
 
     def exchange(self) -> list[Any]:
-        """Start to send every shard of this rank's sum to its owner, and to receive this rank's shard of other sums."""
+        """Start to send the shards of this rank's sum to their owners, and to receive its own shard of other sums."""
         if self._size == 1:
             return []
-        # Two exchanges: one sends to the ranks below and receives from those above, one the other way. A single
-        # exchange would copy the own shard, too.
+        # Two exchanges: one sends to lower ranks and receives from higher ranks, one the other way. A single exchange
+        # would copy the own shard, too.
         ranks, length, rank = range(self._size), self._own_shard.numel(), self._rank
         from_below, from_above = self._recv_buffer.tensor_split([rank * length])
         to_below = [self._lengths[other] if other < rank else 0 for other in ranks]
@@ -155,13 +149,11 @@ class _ShardedRun:
         ]
 
     def reduce_own_shard(self, divisor: int) -> None:
-        """Add this rank's shard of all sums, level by level, and divide."""
         nodes = list(torch.split(self._recv_buffer, self._own_shard.numel())) if self._recv_buffer.numel() else []
         nodes.insert(self._rank, self._own_shard)
         torch.div(add_in_tree_order(nodes, nodes[::2]), float(divisor), out=self._results[self._rank])
 
     def broadcast_result(self) -> list[Any]:
-        """Start to broadcast every rank's shard of the result."""
         if self._size == 1:
             return []
         return [self._broadcast(shard, rank) for rank, shard in enumerate(self._results) if shard.numel()]

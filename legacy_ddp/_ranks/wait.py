@@ -21,24 +21,19 @@ from legacy_ddp._ranks.star import StarLostError, StarTimeoutError
 from legacy_ddp._text import first_line
 from legacy_ddp._watchdog import Failure
 
-# Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run. The end of a slice breaks nothing.
+# A wait on gloo is cut into slices, so that Python's signal handlers (Ctrl-C) run. The operation goes on after a slice.
 SLICE = timedelta(milliseconds=100)
-_NOTICE_SECONDS = 0.1  # between an error of gloo and a notice of the same rank, of which the sender needs milliseconds
+_NOTICE_SECONDS = 0.1  # the longest time between an error of gloo and the notice of the same rank
 
 
 class Gatherer:
-    """The communication of a call: starts operations and waits for them; exchanges headers, host tensors and JSON
-    values.
+    """The communication of a call: starts operations, waits for them, and exchanges headers, host tensors and JSON."""
 
-    ``segments``: of this rank, to be sent with its header. ``peer_segments``: of all ranks, encoded; None before the
-    headers and without stars.
-    """
-
-    segments = SegmentIds()
-    peer_segments: bytes | None = None
-    name = ""  # for example "all_reduce() call 3"
-    # "all_reduce() call 3 of wrapper 2 (Critic)" if this process has several wrappers. Other ranks may have others: a
-    # text that is equal on all ranks has the name alone.
+    segments = SegmentIds()  # of this rank, sent with its header
+    peer_segments: bytes | None = None  # of all ranks, encoded; None before the headers, and for a single rank
+    name = ""  # for example "all_reduce() call 3"; equal on all ranks of the call
+    # "all_reduce() call 3 of wrapper 2 (Critic)" if this process has several wrappers. Ranks may have others, so a text
+    # that is equal on all ranks has only the name.
     full_name = ""
     number = 0
     phase_name = ""
@@ -51,7 +46,7 @@ class Gatherer:
 
     @cached_property
     def timeout(self) -> timedelta:
-        """Limit of every wait. Most calls over the star end without a look at it."""
+        """Limit of every wait. Computed when it is needed: most calls end before."""
         return self.groups.timeout(self._timeout_seconds)
 
     def options(self, kind: str) -> Any:
@@ -59,7 +54,6 @@ class Gatherer:
         return internals.operation_options(kind, self.timeout)
 
     def run(self, group: Any, start: Callable[[Any], Any]) -> None:
-        """Start an operation on ``group`` and wait for it."""
         self.wait(group, self.start(group, start))
 
     def start(self, group: Any, start: Callable[[Any], Any]) -> Any:
@@ -71,8 +65,7 @@ class Gatherer:
         """Wait for ``work``. On gloo a signal handler may raise; on other backends only the stream waits.
 
         Raises:
-            SyncTimeoutError: a rank did not arrive in time.
-            PeerLostError: a connection broke.
+            SyncTimeoutError: a rank did not arrive in time. PeerLostError: a connection broke.
         """
         if not self.groups.is_private(group):
             work.wait()
@@ -83,15 +76,15 @@ class Gatherer:
             self._look_at_star(start)
 
     def _await_notice(self, start: float) -> None:
-        """After an error of gloo: raise the error for a notice, which says more. It may come a moment later than gloo's
-        error, because a rank that leaves drops its operations on gloo first."""
+        """After an error of gloo: raise the error for a notice, which says more."""
+        # The notice may come later, because a rank that leaves drops its operations on gloo first.
         deadline = time.perf_counter() + _NOTICE_SECONDS
         while time.perf_counter() < deadline:
             self._look_at_star(start)
             time.sleep(_NOTICE_SECONDS / 20)
 
     def _look_at_star(self, start: float) -> None:
-        """Raise the error for a notice of a lost rank; gloo tells it only to the ranks connected to the lost rank."""
+        """Raise the error for a notice of a lost rank. gloo has an error only on ranks connected to the lost rank."""
         try:
             if self.groups.star is not None:
                 self.groups.star.look()
@@ -99,23 +92,14 @@ class Gatherer:
             raise self._told_error(error, time.perf_counter() - start) from None
 
     def wait_until_deadline(self, work: Any) -> None:
-        """Wait for ``work`` on the user's group, and check the deadline here: the group may have no timeout.
-
-        Raises:
-            SyncTimeoutError, PeerLostError: as :meth:`wait`.
-        """
+        """As :meth:`wait`, on the user's group: checks the deadline, because the group may have no timeout."""
         self._has_communicated = self._peers_waiting = True
         start = time.perf_counter()
         while not self._is_done(work, start):
             self.check_deadline(time.perf_counter() - start)
 
     def over_star(self, method: str, *args: object) -> Any:
-        """The result of a method of the star of the group, with ``args``.
-
-        Raises:
-            RuntimeError: the group has no star: it has one rank, or was closed.
-            SyncTimeoutError, PeerLostError: as :meth:`wait`.
-        """
+        """The result of a method of the star of the group. Raises as :meth:`wait`; RuntimeError: there is no star."""
         star = self.groups.star
         if star is None:
             raise RuntimeError(f"{self.name}: the ranks of this group have no star")
@@ -133,7 +117,7 @@ class Gatherer:
         return self._peer_error(Failure(f"connection lost after {waited_seconds:.2f} s ({error})"))
 
     def check_deadline(self, waited_seconds: float, problem: str = "no answer") -> None:
-        """Call this regularly during a wait without a timeout. ``problem``: for the text of the error.
+        """To be called regularly in a wait without a timeout. ``problem``: for the text of the error.
 
         Raises:
             SyncTimeoutError: the wait took longer than the timeout of this call.
@@ -146,7 +130,7 @@ class Gatherer:
     def lost_error(self, error: RuntimeError, waited_seconds: float) -> LostPeerError:
         """The error to raise for ``error`` of the transport after a wait of ``waited_seconds``."""
         limit, reason = self.timeout.total_seconds(), _gloo_reason(error)
-        # The text counts, too: the operation's time may have begun while this rank still waited for an earlier one.
+        # Or by the text: the time of an operation may have begun while this rank still waited for an earlier operation.
         if waited_seconds >= 0.99 * limit or "timed out" in reason.lower():
             return self._late_error()
         return self._peer_error(Failure(f"connection lost after {waited_seconds:.2f} s ({reason})"))
@@ -161,13 +145,10 @@ class Gatherer:
         return _tensor_of(gathered, row.dtype).view(rows.shape)
 
     def exchange_headers(self, *header: bytes) -> list[bytes]:
-        """Collective: each part of the header, of all ranks in rank order.
-
-        :attr:`peer_segments` are the segments of every rank afterwards, of other hosts, too: what is mapped on a host
-        is known to all.
-        """
+        """Collective: each part of the header, of all ranks in rank order. Sets :attr:`peer_segments`."""
         if self.groups.size == 1:
             return list(header)
+        # Also to ranks of other hosts, because all ranks know what is mapped on each host.
         columns = (encode_segments(self.segments), *header)
         self.peer_segments, *headers = cast("list[bytes]", self.over_star("exchange", columns))
         return headers
@@ -177,15 +158,14 @@ class Gatherer:
         self.over_star("barrier")
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Collective: the JSON value of every rank, in rank order, as :meth:`gather_distinct`."""
+        """Collective: the JSON value of every rank, in rank order; as :meth:`gather_distinct`."""
         by_rank = {rank: item for item, ranks in self.gather_distinct(value) for rank in ranks}
         return [by_rank[rank] for rank in range(self.groups.size)]
 
     def gather_distinct(self, value: Any) -> list[tuple[Any, tuple[int, ...]]]:
-        """Collective: each distinct JSON value of the ranks with its ranks, by lowest rank; tuples arrive as lists.
+        """Collective: each distinct JSON value with its ranks, ordered by the lowest rank. Tuples arrive as lists.
 
-        The ranks gather fingerprints of 64 bits, and the lowest rank of each value sends the value. So a rank receives
-        16 bytes of every rank, and receives and decodes each distinct value once.
+        The ranks gather fingerprints, 16 bytes per rank. Then the lowest rank of each distinct value sends the value.
         """
         data = json.dumps(value).encode("ascii")  # escapes for all else, also for lone surrogates
         own = (fingerprint(data), len(data))
@@ -209,10 +189,10 @@ class Gatherer:
         return [parts[rank] for rank, _ in sources]
 
     def first_problem(self, *problems: str) -> str:
-        """Collective: the first problem of any rank with the number of the rank; empty if no rank has one.
+        """Collective: the first problem of any rank, with the number of the rank; empty if no rank has one.
 
-        ``problems``: of this rank, texts or empty, as many on every rank. A problem in the first place of any rank goes
-        before all problems in the second place.
+        ``problems``: of this rank, texts or empty, as many on every rank. A problem in the first place goes before all
+        in the second place.
         """
         rows = self.gather_objects(problems)
         return next(
@@ -263,7 +243,7 @@ class Gatherer:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    """The elements of a host tensor, which has at least one."""
+    """The bytes of a host tensor with at least one element."""
     data = bytearray(tensor.nbytes)
     torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
     return bytes(data)
@@ -274,13 +254,13 @@ def _tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _gloo_reason(error: RuntimeError) -> str:
-    """The reason in an error of gloo, without the place in gloo's source and without the advice."""
+    # Without the place in the source of gloo and without the advice.
     return re.sub(r"^\[[^\]]*\] ?", "", first_line(error)).split(". ")[0]
 
 
 def _poll(work: Any) -> bool | RuntimeError | None:
     """True after success, the error after a failure, None if ``work`` is still under way after a slice."""
-    with suppress(RuntimeError):  # left at once: otherwise Ctrl-C would have the slice's error as its context
+    with suppress(RuntimeError):  # not try/except: Ctrl-C would have the error of the slice as its context
         work.wait(SLICE)
         return True
     if not work.is_completed():

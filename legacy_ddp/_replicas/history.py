@@ -1,5 +1,4 @@
-"""The digests that a wrapper compares in its calls, and the history of level "detail": digests of one rank at each
-phase since its last call."""
+"""The digests that the calls of a wrapper compare, and the history of level "detail": digests of every phase."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -36,38 +35,27 @@ from legacy_ddp._torch.device import Reader
 
 @dataclass
 class StepDigests:
-    """Digests (see :func:`digest_all`) in the order of the phases; 0 for a phase that did not happen.
+    """Digests (see :func:`digest_all`) in the order of the phases; 0 for a phase that did not happen."""
 
-    ``parameters_at_call``, ``gradients_at_call``: as the last call left them. ``steps``: the number of steps since
-    then. ``membership``: the parameters that the stepped optimizers hold. ``parameters_at_step``,
-    ``gradients_at_step``: as the steps found them. ``parameters_after_step``: as the steps left them. These four are
-    sums over all steps. ``parameters``, ``buffers``: now.
-
-    The other fields are not in :attr:`digest`, because they are evidence about this rank. ``changed_before``:
-    parameters changed between the call, or the previous step, and a step. ``changed_after``: parameters changed between
-    the last step, or the call, and now. ``state_changed_before``, ``state_changed_after``: the same for optimizer
-    state, since the previous step. A change that recurs at every step is not evidence and leaves these four False.
-    ``has_stale_parameter``: an optimizer holds a tensor that is not in the model, in place of a parameter.
-    ``membership_text``: the contents of the optimizers. ``other_steps``: steps of optimizers without any parameter of
-    the model.
-    """
-
-    parameters_at_call: int = 0
-    gradients_at_call: int = 0
-    steps: int = 0
-    membership: int = 0
-    parameters_at_step: int = 0
-    gradients_at_step: int = 0
-    parameters_after_step: int = 0
-    parameters: int = 0
-    buffers: int = 0
-    changed_before: bool = False
-    changed_after: bool = False
-    state_changed_before: bool = False
-    state_changed_after: bool = False
-    has_stale_parameter: bool = False
-    membership_text: str = ""
-    other_steps: int = 0
+    parameters_at_call: int = 0  # as the last call left them
+    gradients_at_call: int = 0  # as the last call left them
+    steps: int = 0  # their number since the last call
+    # The next four are sums over all these steps.
+    membership: int = 0  # which parameters the stepped optimizers hold
+    parameters_at_step: int = 0  # as the steps found them
+    gradients_at_step: int = 0  # as the steps found them
+    parameters_after_step: int = 0  # as the steps left them
+    parameters: int = 0  # now
+    buffers: int = 0  # now
+    # The rest is evidence about this rank, and not in `digest`. A change that recurs at every step is no evidence: it
+    # leaves the first four False.
+    changed_before: bool = False  # parameters, between the call or the previous step, and a step
+    changed_after: bool = False  # parameters, between the last step or the call, and now
+    state_changed_before: bool = False  # optimizer state, between the previous step and a step
+    state_changed_after: bool = False  # optimizer state, between the last step and now
+    has_stale_parameter: bool = False  # an optimizer holds a tensor that is not in the model, in place of a parameter
+    membership_text: str = ""  # the contents of the optimizers
+    other_steps: int = 0  # of optimizers without any parameter of the model
 
     @property
     def digest(self) -> int:
@@ -81,23 +69,20 @@ class StepDigests:
 
 
 class SteppedOptimizers:
-    """The optimizers that made a step since the last call, with their hyperparameters in the last step, and whether
-    they had any state before it.
-
-    The present values do not tell: a scheduler may have made the hyperparameters equal again, and the step has given
-    state to an optimizer that had lost its state. Keeps no optimizer alive.
-    """
+    """The optimizers that made a step since the last call. Keeps no optimizer alive."""
 
     def __init__(self) -> None:
         self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
+        # Hyperparameters as of the last step: a scheduler may have made them equal again since.
         self._groups: WeakKeyDictionary[torch.optim.Optimizer, list[Mapping[str, Any]]] = WeakKeyDictionary()
+        # Before the last step: the step gives state to an optimizer that had lost its state.
         self._had_state: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._had_state[optimizer] = any(optimizer.state.values())  # a parameter may have an empty state
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        # Copied and not yet described: an optimizer may have hundreds of parameter groups.
+        # Copied, and described only after a difference: an optimizer may have hundreds of parameter groups.
         self._groups[optimizer] = [
             {
                 key: value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -114,7 +99,7 @@ class SteppedOptimizers:
 
     @property
     def alive(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that made a step since the last call and still exist, in the order of their first steps."""
+        """The optimizers that still exist, in the order of their first steps."""
         return [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
 
     def settings_of(self, optimizer: torch.optim.Optimizer) -> Iterator[state.Fact]:
@@ -141,13 +126,10 @@ def begin(reader: Reader, begun: Begun[int]) -> Later:
 
 
 class StateHistory:
-    """Compares the state after a step with the state before the next step. Local.
-
-    ``reader``: the comparisons of a step are made once it has read their numbers.
-    """
+    """Compares optimizer state after a step with the state before the next step. Local."""
 
     def __init__(self, reader: Reader) -> None:
-        self._reader = reader
+        self._reader = reader  # compares when it has read the numbers
         self._after_step: WeakKeyDictionary[torch.optim.Optimizer, Later] = WeakKeyDictionary()
         self._was_changed = self._is_recurring = False
 
@@ -166,11 +148,11 @@ class StateHistory:
         self._after_step[optimizer] = self._begin(optimizer)
 
     def end_call(self) -> None:
-        """Separate the steps after a successful call from the steps before it."""
+        # A script that changes the state before every step does so on both sides of a call: this is no evidence.
         self._is_recurring, self._was_changed = self._was_changed, False
 
     def restart(self) -> None:
-        """Discard the evidence, so that a repair of the state is not evidence."""
+        """Discard the evidence: a repair of the state is no evidence."""
         self._after_step.clear()
         self._was_changed = False
 
@@ -201,22 +183,18 @@ class _AtStep(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The digests of a step. ``found``: as it began. ``after``: of its parameters. ``expected``: of all parameters, as
-    it should have found them; None if that is not known. ``is_first``: since the call. ``is_new``: since the call, no
-    step had these parameters: the next step with them begins with the result of this step."""
-
     found: _AtStep
-    after: Later
-    expected: Later | None
-    is_first: bool
-    is_new: bool
+    after: Later  # of the parameters of its optimizer
+    expected: Later | None  # of all parameters, as the step should have found them; None if that is not known
+    is_first: bool  # since the last call
+    is_new: bool  # the first step since the last call with these parameters
 
 
 class ReplicaDigests(StepObserver, ABC):
     """The digests of the replica of a wrapper, which its calls compare over the ranks.
 
     A subclass chooses the calls and the tensors: everything in every call, everything in every Nth call, or one part
-    per call in turn. ``buffers``: chooses the buffers to compare. ``optimizers``: with a step since the last call.
+    per call in turn.
     """
 
     def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
@@ -229,19 +207,18 @@ class ReplicaDigests(StepObserver, ABC):
         self._taken: tuple[int, Any] | None = None  # the number of the coming call, and what _digest() has for it
 
     def begin_forward(self, *, is_training: bool) -> None:
-        """A forward of the wrapper with gradients begins. Takes the digest for the next call in the first training
-        forward since the last call.
+        """In the first training forward since the last call, take the digest for the next call.
 
-        Later, a loop may hold other weights for a moment (sharpness-aware minimisation). ``is_training``: not in
-        evaluation mode.
+        ``is_training``: not in evaluation mode. To be called only in forwards with gradients.
         """
         try:
             self.buffers.begin_forward(self._module)
+            # In a later forward a loop may hold other weights for a moment (sharpness-aware minimisation).
             if is_training and self._taken is None and self._is_due(self._next_call):
                 self._taken = self._next_call, self._digest(self._next_call)
         except (RuntimeError, TypeError, ValueError):
-            # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
-            # Other exceptions, as of a signal handler, leave the forward.
+            # A forward may run where bits cannot be read (fake tensors, function transforms). Then the call reads them.
+            # Other exceptions, for example of a signal handler, end the forward.
             pass
 
     @abstractmethod
@@ -257,20 +234,18 @@ class ReplicaDigests(StepObserver, ABC):
 
     @abstractmethod
     def end_call(self, call: Call, /) -> None:
-        """Begin with the time after a successful call."""
+        """The call has succeeded: begin with the time after it."""
 
     def restart(self) -> None:
         """Discard the digest, after a broadcast of parameters."""
         self._taken = None
 
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:  # noqa: ARG002 - for subclasses
-        """Note whether the optimizer has state."""
         self.optimizers.begin(optimizer)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the optimizer for a report. The next forward has other weights than a forward before the step."""
         self.optimizers.add(optimizer)
-        self._taken = None
+        self._taken = None  # of the weights before the step
 
     def _is_due(self, _: int, /) -> bool:
         """Whether the call of this number compares replicas."""
@@ -291,7 +266,7 @@ class ReplicaDigests(StepObserver, ABC):
         return state.unread([*state.parameters(self._module, self._settings.ignore), *self.buffers.items(self._module)])
 
     def _items(self, *, with_groups: bool) -> list[state.StateItem]:
-        """The items to compare if the digests differ. ``with_groups``: also the parameter groups of the parameters."""
+        """The items to compare after a difference. ``with_groups``: also the parameter group of each parameter."""
         module, ignore, optimizers = self._module, self._settings.ignore, self.optimizers.alive
         return [
             *state.parameters(module, ignore),
@@ -302,16 +277,16 @@ class ReplicaDigests(StepObserver, ABC):
 
 
 class _Found(NamedTuple):
-    """Parameters, and all names with the ids of their tensors. Replaced as a whole."""
+    """Replaced as a whole: an exception leaves no half of a change."""
 
-    signature: Sequence[tuple[str, int]] = ()
-    parameters: Sequence[torch.Tensor] = ()
+    signature: Sequence[tuple[str, int]] = ()  # all names of parameters, with the ids of the tensors
+    parameters: Sequence[torch.Tensor] = ()  # sorted by name
 
 
 class StepHistory(ReplicaDigests):
     """Takes the digests of a wrapper: in its calls, and around every step of an optimizer that holds its parameters.
 
-    On devices the host waits once, in the call: all digests since the last call are read, and compared, there.
+    On devices the host waits once, in the call: the call reads and compares all digests since the last call.
     """
 
     def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
@@ -321,21 +296,22 @@ class StepHistory(ReplicaDigests):
         self._gradients_at_call = _UNKNOWN
         self._found = _Found()
         # Several optimizers have stepped between two calls. Then there is no evidence against this rank: it would need
-        # all parameters at each step, and a hundred optimizers would cost a hundred times as much. The digests that
-        # ranks share do not depend on this, because a single rank may have made a new optimizer.
+        # a digest of all parameters at each step, and a hundred optimizers would cost a hundred times as much. The
+        # digests that ranks share do not depend on this flag: perhaps only one rank has made a new optimizer.
         self._has_several = False
         self._parameters_after_step = _UNKNOWN  # all of them; unknown with several optimizers
         self._masks: set[bytes] = set()  # the parameters of each step that is in the digests
-        # Changes before and after the steps that recur, as of a rank that clamps its weights after every step.
+        # Changes before and after the steps that recur, for example in a script that clamps weights after every step.
         self._recurring = (False, False)
         self._was_changed_at_step = self._is_changed = False  # before a step since the last call; now
         self._state_history = StateHistory(self._reader)
         self._at_step = _AtStep()  # of the open step
-        # An exception has interrupted a change of the digests: nothing is compared until they begin anew.
+        # True while the digests change. It stays True if an exception interrupts the change; then nothing is compared
+        # until the digests begin anew.
         self._is_torn = False
 
     def digest_of(self, call: Call) -> int | None:
-        """One digest of all phases since the last call; None if a phase was recorded in part."""
+        """One digest of all phases since the last call; None if only a part of a phase was recorded."""
         self.forget_failed_step()
         with call.phase("digest"):
             if self._is_torn:
@@ -379,7 +355,6 @@ class StepHistory(ReplicaDigests):
         return explained
 
     def end_call(self, call: Call, /) -> None:
-        """Begin new digests with the gradients of a successful call."""
         self._is_torn = True
         self._recurring = self._was_changed_at_step, self._is_changed
         self._was_changed_at_step = False
@@ -411,12 +386,11 @@ class StepHistory(ReplicaDigests):
 
     @torch.no_grad()
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Digest parameters and gradients before a step. A closure computes the gradients later: nothing to digest."""
         self._has_several |= any(other is not optimizer for other in self.optimizers.alive)
         super().begin_step(optimizer, has_closure=has_closure)
         self._state_history.begin_step(optimizer)
         if has_closure:
-            self._at_step = _AtStep()
+            self._at_step = _AtStep()  # the closure computes the gradients later
             return
         held = self._parameters_of(optimizer)
         # Includes the gradient of a frozen parameter: a call does not reduce the gradient, but a step uses it.
@@ -442,14 +416,13 @@ class StepHistory(ReplicaDigests):
         self._is_torn = was_torn
 
     def _note_step(self, digests: StepDigests, step: _Step) -> None:
-        """Add a step, whose digests were read, to ``digests``."""
         found = step.found
         all_parameters = found.all_parameters.value
         if all_parameters and step.expected is not None:
             self._was_changed_at_step |= all_parameters != step.expected.value
-        if step.is_first:  # also what no optimizer holds
+        if step.is_first:  # includes parameters that no optimizer holds
             digests.parameters_at_step = all_parameters
-        if step.is_new:
+        if step.is_new:  # a later step with these parameters begins with the result of this step
             digests.parameters_at_step = _add(digests.parameters_at_step, found.parameters.value)
         digests.gradients_at_step = _add(digests.gradients_at_step, found.gradients.value)
         digests.parameters_after_step = _add(digests.parameters_after_step, step.after.value)
@@ -460,16 +433,14 @@ class StepHistory(ReplicaDigests):
 
     @torch.no_grad()
     def _digest(self, _: int) -> Later:
-        """Of the parameters. A write between the forward and the step() is found at the step()."""
+        # Parameters only. The digest of the step() shows a write between the forward and the step().
         self._find_parameters()
         return self._digest_later(self._parameters)
 
     def _digest_later(self, tensors: Sequence[torch.Tensor | None]) -> Later:
-        """:func:`digest_all` of the present tensors."""
         return begin(self._reader, begin_digest(tensors))
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        """The parameters of the wrapper that the optimizer holds, sorted by name."""
         return list(compress(self._parameters, self._mask_of(optimizer)))
 
     def _mask_of(self, optimizer: torch.optim.Optimizer) -> bytes:
@@ -478,7 +449,7 @@ class StepHistory(ReplicaDigests):
         return bytes(id(parameter) in ids for parameter in self._parameters)
 
     def _digest_all_later(self, held: Sequence[torch.Tensor], digest_of_held: Later) -> Later:
-        """The digest of all parameters, of which an optimizer holds ``held``, mostly all."""
+        # Mostly the optimizer holds all parameters.
         return digest_of_held if len(held) == len(self._parameters) else self._digest_later(self._parameters)
 
     def _begin(self, digests: StepDigests) -> None:
@@ -487,14 +458,14 @@ class StepHistory(ReplicaDigests):
         self._masks.clear()
 
     def _expected_parameters(self) -> Later | None:
-        """The digest of the parameters as the last step, or the last call, has left them; None if it is not known."""
+        """The digest of all parameters as the last step, or the last call, left them; None if not known."""
         digests = self.digests
         if not digests.parameters_at_call or self._has_several:
             return None
         return self._parameters_after_step if digests.steps else Later(digests.parameters_at_call)
 
     def _find_parameters(self) -> None:
-        """Sort the parameters by name, as every rank does, if they have changed. Drops the digest of earlier ones."""
+        """Sort the parameters by name, if they have changed. Then the digest for the next call is out of date."""
         named = list(self._module.named_parameters(remove_duplicate=False))
         signature = [(name, id(parameter)) for name, parameter in named]
         if signature != self._found.signature:
@@ -505,7 +476,6 @@ class StepHistory(ReplicaDigests):
 
     @property
     def _parameters(self) -> Sequence[torch.Tensor]:
-        """Sorted by name."""
         return self._found.parameters
 
     def _buffers(self) -> list[torch.Tensor]:

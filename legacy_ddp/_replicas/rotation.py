@@ -52,9 +52,9 @@ class Piece(NamedTuple):
 
 
 def divide(sizes: Sequence[int], max_parts: int = MAX_PARTS) -> list[list[Piece]]:
-    """At most ``max_parts`` parts, which together cover every byte of tensors with these ``sizes`` once.
+    """At most ``max_parts`` parts, which together have every byte of tensors with these ``sizes`` once.
 
-    A large tensor is cut into pieces, at multiples of 64 bytes. Depends on the sizes alone: equal on all ranks.
+    Large tensors are cut at multiples of 64 bytes. The parts depend on the sizes alone: they are equal on all ranks.
     """
     total = sum(size + TENSOR_COST for size in sizes)
     count = max(1, min(max_parts, total // SMALLEST_PART))
@@ -78,10 +78,7 @@ def divide(sizes: Sequence[int], max_parts: int = MAX_PARTS) -> list[list[Piece]
 
 
 class _Place(NamedTuple):
-    """The place of a tensor of the replica: ``owner[key]``.
-
-    The tensor itself is not kept, because the script may replace it by a new tensor of equal size.
-    """
+    """A tensor of the replica is ``owner[key]``. It is not kept here: the script may replace it by a new tensor."""
 
     name: str
     owner: Mapping[str, torch.Tensor | None]
@@ -90,49 +87,39 @@ class _Place(NamedTuple):
 
 
 class _Division(NamedTuple):
-    """The replica, divided into parts. Replaced as a whole, so that an exception leaves no half of a change.
+    """The replica, divided into parts. Replaced as a whole: an exception leaves no half of a change."""
 
-    ``layout``: of the plan at that time. ``found``: the tensors of the modules then. ``places``: of the tensors that
-    ``parts`` refers to; the first ``parameter_count`` are parameters, the others buffers.
-    """
-
-    layout: object = None
-    found: Sequence[_Tensors] = ()
-    places: Sequence[_Place] = ()
-    parameter_count: int = 0
+    layout: object = None  # of the plan at the time of the division
+    found: Sequence[_Tensors] = ()  # the tensors of the modules at that time
+    places: Sequence[_Place] = ()  # of the tensors in `parts`: parameters, then buffers
+    parameter_count: int = 0  # in `places`
     parts: Sequence[Sequence[Piece]] = ()
 
 
 class _Differing(NamedTuple):
-    """The parts that differ now, and their sides. Equal on all ranks.
+    """The parts that differ now. Equal on all ranks."""
 
-    ``agreed``: for every part, the last call in which it agreed; 0 without one. ``part_count``: the number of parts.
-    """
-
-    sides: Sequence[tuple[int, _Sides]]
-    agreed: Sequence[int]
+    sides: Sequence[tuple[int, _Sides]]  # each part that differs, with its sides
+    agreed: Sequence[int]  # for every part, the last call in which it agreed; 0 without one
     part_count: int
 
 
 @dataclass
 class _Streak:
-    """The calls from a warning on, until 16 calls in a row agree. In a streak only news is a further warning.
-
-    ``told``: the name and the sides of each difference in a warning. ``seen``: each part that differed, with its sides,
-    when everything was compared. ``next_look``: the call in which everything is compared again, at twice the age each
-    time, because a new difference in a part that differs already does not change the sides of the part.
-    """
+    """The calls from a warning on, until 16 calls in a row agree. Inside, only a new difference gives a warning."""
 
     start: int
     end: int = 0
+    # In this call everything is compared again, each time after twice as many calls: a new difference in a part that
+    # differs already does not change the sides of the part.
     next_look: int = 0
     part_count: int = MAX_PARTS
-    told: set[tuple[str, str]] = field(default_factory=set)
-    seen: set[tuple[int, _Sides]] = field(default_factory=set)
+    told: set[tuple[str, str]] = field(default_factory=set)  # name and sides of each difference in a warning
+    seen: set[tuple[int, _Sides]] = field(default_factory=set)  # parts that differed in a comparison of everything
     warnings: int = 0
 
     def is_known(self, number: int, sides: _Sides) -> bool:
-        """Whether the difference in call ``number`` needs no comparison. Prolongs the streak."""
+        """Whether the difference in call ``number`` needs no comparison. Extends the streak."""
         self.end = number + MAX_PARTS
         is_seen = (number % self.part_count, sides) in self.seen
         return self.warnings >= MAX_WARNINGS or (is_seen and number < self.next_look)
@@ -140,9 +127,9 @@ class _Streak:
     def look(
         self, number: int, sides: _Sides, found: Sequence[tuple[str, str]], differing: _Differing
     ) -> tuple[str, ...]:
-        """Note a comparison; the names of the things that differ, or differ on other ranks, for the first time.
+        """Note a comparison of everything. Returns the names of new differences, and of those with new sides.
 
-        ``found``: the name and the sides of each. Depends on nothing that is of this rank alone.
+        ``found``: name and sides of each difference. All arguments, and the result, are equal on all ranks.
         """
         new = tuple(dict.fromkeys(item[0] for item in found if item not in self.told))
         self.told |= set(found)
@@ -156,28 +143,20 @@ class _Streak:
 
 @dataclass
 class _GroupMemory:
-    """Results on a process group. All but ``agreed`` are equal on all ranks, because they decide about collectives.
+    """Results on a process group. All but ``agreed`` are equal on all ranks, because they decide about collectives."""
 
-    ``agreed``: for each part the last call in which the digests were equal. ``streak``: of the last warning; may have
-    ended. ``pause_end``: the last call of a pause, in which nothing is compared after a comparison without a result.
-    """
-
-    agreed: dict[int, int] = field(default_factory=dict)
-    streak: _Streak | None = None
-    pause_end: int = 0
+    agreed: dict[int, int] = field(default_factory=dict)  # for each part, the last call in which it agreed
+    streak: _Streak | None = None  # since the last warning; may have ended
+    pause_end: int = 0  # a comparison found nothing: until this call nothing is compared
 
 
 class Reading(NamedTuple):
-    """What the host knows at once of the part for a call: everything but the sums of its bytes on devices.
+    """The part for a call, as the host knows it at once: all but the sums of the bytes on devices."""
 
-    ``number``: of the call. ``generation``: of the digests, as the part was read. ``place``: the turn, the number of
-    parts, and the bytes of the part. ``checksum``: of the bytes on the CPU.
-    """
-
-    number: int
-    generation: int
-    place: tuple[int, ...]
-    checksum: int
+    number: int  # of the call
+    generation: int  # of the digests when the part was read
+    place: tuple[int, ...]  # the turn, the number of parts, and the bytes of the part
+    checksum: int  # of the bytes on the CPU
 
     def digest(self, sums: Sequence[int]) -> int:
         return fingerprint(repr((self.place, self.checksum, *sums)).encode())
@@ -194,7 +173,7 @@ class RotatingDigests(ReplicaDigests):
 
     def __init__(self, wrapper: nn.Module, settings: Settings, planner: Planner) -> None:
         super().__init__(wrapper, settings, planner.counter.policy)
-        self.generation = 0
+        self.generation = 0  # rises when earlier digests say nothing about later calls
         self._planner = planner
         self._warns = settings.checks.divergence == "warn" and not settings.checks.compares_replicas
         # Of the part that was read last: its bytes, the checksum of its parameters, and the sums of parameters and
@@ -211,7 +190,7 @@ class RotatingDigests(ReplicaDigests):
         return reading.digest([number for numbers in devices.read_vectors(vectors) for number in numbers])
 
     def begin(self, call: Call) -> tuple[Reading, list[torch.Tensor]]:
-        """The digest of the part for ``call``: what is known, and the sums that the devices will tell."""
+        """The digest of the part for ``call``: what the host knows, and vectors with the sums of the devices."""
         with call.phase("digest"):  # in every call, so that records have the same phases
             self.forget_failed_step()
             taken, self._taken, self._next_call = self._taken, None, call.number + 1
@@ -290,7 +269,6 @@ class RotatingDigests(ReplicaDigests):
 
     @property
     def _is_divided(self) -> bool:
-        """Whether the parts belong to the present parameters."""
         layout = self._division.layout
         return layout is not None and layout is self._planner.layout
 
@@ -304,7 +282,7 @@ class RotatingDigests(ReplicaDigests):
         return digest
 
     def _read(self, number: int) -> int | None:
-        """The checksum on the CPU of the part for call ``number``; None after a change of a size. Begins the sums."""
+        """Begin the sums of the part for call ``number``; its checksum on the CPU; None if a size has changed."""
         checksum = size_bytes = of_parameters = 0
         away: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # bytes of parameters and buffers on devices
         _, _, places, parameter_count, parts = self._division
@@ -321,8 +299,8 @@ class RotatingDigests(ReplicaDigests):
                 of_parameters = checksum if index < parameter_count else of_parameters
                 continue
             if not any(away) and devices.is_capturing():
-                raise RuntimeError("a graph is captured")  # in a forward: the call reads the part
-            tensor.data_ptr()  # an error for a tensor without memory, of a function transform
+                raise RuntimeError("a graph is captured")  # in a forward; the call will read the part
+            tensor.data_ptr()  # raises for a tensor without memory, of a function transform
             away[index >= parameter_count].append(as_bytes(tensor)[start:stop])
         sums = (begin_sums(away[0]), begin_sums(away[1])) if any(away) else ([], [])
         if any(map(internals.has_own_dispatch, chain(*sums))):
@@ -331,7 +309,7 @@ class RotatingDigests(ReplicaDigests):
         return checksum
 
     def _have_parameters_moved(self, number: int) -> bool:
-        """Whether the parameters of the part for the present call have changed since their digest."""
+        """Whether the parameters of the part for call ``number`` have changed since their digest."""
         before, sums = self._of_parameters, self._sums[0]
         if self._read(number) is None:
             return False
@@ -347,18 +325,18 @@ class RotatingDigests(ReplicaDigests):
         module, ignore = self._module, self._settings.ignore
         parameters = distinct(module.named_parameters(remove_duplicate=False), ignore)
         owners, statistics = _owners(module), internals.statistics_names(module)
-        # Also buffers found to be statistics, which are not read: without them the parts would be others.
+        # Includes buffers found to be statistics. They are not read, but without them the parts would be others.
         buffers = sorted(self.buffers.saved(module), key=lambda item: item.name in statistics)
         found = [item for item in (*parameters, *buffers) if _can_read(item.tensor)]
         places = [
-            # A module may show tensors under names of its own choice, or tensors of no module.
+            # A module may override named_parameters(), and return other names, or tensors of no module.
             _Place(item.name, *owners.get(id(item.tensor), ({item.name: item.tensor}, item.name)), item.tensor.nbytes)
             for item in found
         ]
-        # Tensors of no module cannot be looked for.
+        # New tensors of no module cannot be found in the dictionaries.
         tensors = _tensors_of(module) if all(id(item.tensor) in owners for item in parameters) else []
         parts = divide([item.tensor.nbytes for item in found if item.name not in statistics], self.max_parts)
-        # On top, so that no part consists of statistics alone, which are mostly not read.
+        # Added to the parts of the others: no part then has only statistics, which are mostly not read.
         for index, place in enumerate(places):
             if place.name in statistics and place.size_bytes:
                 parts[index % len(parts)].append(Piece(index, 0, place.size_bytes))
@@ -381,14 +359,14 @@ class RotatingDigests(ReplicaDigests):
         ranks = [rank for rank in range(len(rows)) if rank not in left_out]
         compared = rows[ranks]
         sides = [equal_groups(dict(zip(ranks, column, strict=True))) for column in compared[:, 0].T.tolist()]
-        # The lowest of the ranks: a rank that divided its tensors again has forgotten its earlier calls.
+        # The minimum over the ranks: a rank that divided its tensors again has forgotten its earlier calls.
         *agreed_in_all, part_count = compared[:, 1].amin(dim=0).tolist()
         differing = [(turn, of_part) for turn, of_part in enumerate(sides[:-1]) if len(of_part) > 1]
         return _Differing(differing, agreed_in_all, part_count)
 
 
 class PeriodicDigests(RotatingDigests):
-    """As the base class, with a single part, for call 1, N + 1, 2 N + 1, ..., and nothing for the calls between."""
+    """As the base class with a single part, in calls 1, N + 1, 2 N + 1, ... only."""
 
     max_parts = 1
 
@@ -413,19 +391,18 @@ def _can_read(tensor: torch.Tensor) -> bool:
 
 
 def devices_of(module: object) -> list[torch.device]:
-    """The devices of the parameters and buffers, but the CPU."""
+    """Of the parameters and buffers, without the CPU."""
     if not isinstance(module, nn.Module):  # the construction refuses it later, on all ranks
         return []
     return devices.devices_of([*module.parameters(), *module.buffers()])
 
 
 def find_failure(module: object) -> str:
-    """Why a device of the module cannot digest, after a trial of each; empty if all can. The host waits."""
+    """Why a device of the module cannot digest, from a trial on each; empty if all can. The host waits."""
     return next(filter(None, map(_try, devices_of(module))), "")
 
 
 def _try(device: torch.device) -> str:
-    """Sum bytes on the device. The reason if it cannot, or if the sum is not that of the CPU."""
     data = torch.arange(100, dtype=torch.uint8, device="cpu")
     try:
         (found,), (expected,) = begin_sums([data.to(device)]), begin_sums([data])
@@ -447,7 +424,7 @@ def _news(streak: _Streak, new: Sequence[str]) -> str:
 
 
 def _tensors_of(module: nn.Module) -> list[_Tensors]:
-    """The dictionaries of parameters and buffers of the submodules: the id, the keys, and the ids of the tensors."""
+    """Of each dictionary of parameters or buffers: its id, its keys, and the ids of the tensors."""
     return [(id(owner), tuple(owner), tuple(map(id, owner.values()))) for owner in _dictionaries(module) if owner]
 
 

@@ -67,7 +67,7 @@ def digest_each(tensors: Iterable[torch.Tensor]) -> list[int]:
 def begin_digest(tensors: Iterable[torch.Tensor | None]) -> Begun[int]:
     """Vectors on devices, and a function from the numbers in the vectors to the result of :func:`digest_all`.
 
-    So a caller reads the vectors together with other numbers. Tensors on the CPU add no vector, but sparse ones do.
+    A caller can read the vectors together with other numbers. Tensors on the CPU add no vector unless they are sparse.
     """
     sizes: list[int] = []
     groups: dict[tuple[torch.device, torch.dtype], tuple[int, list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -77,7 +77,7 @@ def begin_digest(tensors: Iterable[torch.Tensor | None]) -> Begun[int]:
             continue
         index, small, large = groups.setdefault((tensor.device, tensor.dtype), (len(groups), [], []))
         sizes += index, tensor.numel()
-        # Never by contiguity, which may be another on another rank.
+        # Not by contiguity, because ranks may differ in it.
         can_join = tensor.layout is torch.strided and not tensor.is_quantized and not internals.has_own_dispatch(tensor)
         (small if can_join and tensor.nbytes <= SMALL_BYTES else large).append(tensor)
     checksum, pieces = 0, []
@@ -95,8 +95,8 @@ def begin_digest(tensors: Iterable[torch.Tensor | None]) -> Begun[int]:
 def begin_sums(pieces: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """A number for each 32 MiB of all ``pieces``: vectors of int64, one for each device. The host does not wait.
 
-    The pieces, of one dimension of uint8, are joined: eleven operations for each 32 MiB. Every operation is on
-    integers, so that the numbers do not depend on the order in which a device adds.
+    ``pieces``: of one dimension of uint8. They are joined: eleven operations for each 32 MiB. All operations are on
+    integers, so the numbers do not depend on the order in which a device adds.
     """
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for joined in _fill(pieces):
@@ -113,8 +113,8 @@ def begin_sums(pieces: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def advance(state: torch.Tensor, rows: Iterable[torch.Tensor]) -> None:
     """Mix each row of words into the states: ``x = word + MULTIPLIER * state``, then ``state = x ^ (x >> 32)``.
 
-    Each step is invertible: a single changed word always changes the state. Without the shift two flips of bit 63 would
-    cancel.
+    Each step is invertible, so a single changed word always changes the state. Without the shift, two flips of bit 63
+    would cancel.
     """
     low, high = state.view(torch.int32).view(-1, 2).unbind(1)
     for row in rows:
@@ -151,10 +151,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> int:
-    """``checksum`` (from 0 on) continued with the bytes ``start`` to ``stop`` of the tensor in row-major order. Of a
-    quantized tensor, also with scale and zero point.
+    """``checksum`` (at first 0) continued with the bytes ``start`` to ``stop`` of the tensor in row-major order.
 
-    A tensor of a compiler, or around other tensors, has no memory: a TypeError.
+    Also with scale and zero point of a quantized tensor. TypeError for a tensor without memory: of a compiler, or
+    around other tensors.
     """
     if not 0 <= start <= stop <= tensor.nbytes:
         raise ValueError(f"bytes are not of the tensor: got {start} to {stop}, expected 0 to {tensor.nbytes} at most")
@@ -173,7 +173,7 @@ def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> in
 
 
 def _fill(pieces: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The pieces of a device, up to ``SUM_BYTES`` at a time. A larger piece is cut."""
+    """Lists of pieces on one device, each of at most ``SUM_BYTES``. A larger piece is cut."""
     waiting: dict[torch.device, list[torch.Tensor]] = {}
     sizes: dict[torch.device, int] = {}
     for piece in chain.from_iterable(torch.split(piece, SUM_BYTES) for piece in pieces):
@@ -199,10 +199,10 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class StateItem:
-    """A tensor, or a setting as text. ``kind`` is in ``KINDS``; ``name`` is the name for the user."""
+    """A tensor, or a setting as text."""
 
-    kind: str
-    name: str
+    kind: str  # in KINDS
+    name: str  # for the user
     value: torch.Tensor | str
 
 
@@ -248,8 +248,7 @@ def optimizer_items(
     module: nn.Module,
     settings_of: Callable[[torch.optim.Optimizer], Iterable[Fact]] | None = None,
 ) -> list[StateItem]:
-    """Hyperparameters and state: all items of :func:`optimizer_settings` and :func:`optimizer_states`."""
-    # Registration order does not matter.
+    """:func:`optimizer_settings` and :func:`optimizer_states`, sorted by name."""
     found = [*optimizer_settings(optimizers, settings_of), *optimizer_states(optimizers, module)]
     return sorted(found, key=lambda item: item.name)
 
@@ -258,12 +257,12 @@ def optimizer_settings(
     optimizers: Sequence[torch.optim.Optimizer],
     settings_of: Callable[[torch.optim.Optimizer], Iterable[Fact]] | None = None,
 ) -> list[StateItem]:
-    """Hyperparameters of every group, from ``settings_of``, by default the present hyperparameters."""
+    """Hyperparameters of every group, sorted by name. ``settings_of``: default: the present hyperparameters."""
     return _items_of(optimizers, settings_of or (lambda optimizer: settings_in(optimizer.param_groups)))
 
 
 def optimizer_states(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> list[StateItem]:
-    """The state of every parameter, and the parameters in the optimizers that are not in the module."""
+    """The state of every parameter, and the parameters in optimizers that the module does not have; sorted by name."""
     names = {id(item.tensor): item.name for item in distinct(module.named_parameters(remove_duplicate=False))}
     return _items_of(optimizers, lambda optimizer: _states(optimizer, names))
 
@@ -275,8 +274,9 @@ def settings_in(parameter_groups: Iterable[Mapping[str, Any]]) -> Iterator[Fact]
 
 
 def check_local_buffers(module: nn.Module, local: Sequence[str]) -> None:
-    """Refuse a name that is not a buffer of ``module``. A pattern may match no buffer, so models can share patterns."""
+    """Refuse a name that is not a buffer of ``module``."""
     names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    # A pattern may match no buffer, so that models can share patterns.
     if unknown := [name for name in local if name not in names and not set(name) & set("*?[")]:
         expected = f"expected some of {names}" if names else "and the module has no buffers; leave local_buffers out"
         raise ValueError(f"local_buffers names what the module does not have: got {unknown}, {expected}")
@@ -289,7 +289,7 @@ def digest_items(items: Sequence[StateItem]) -> int:
 
 
 def digest_generators(module: nn.Module) -> int:
-    """A digest of the random generators of this process: of torch, of Python, and the global one of NumPy."""
+    """A digest of the random generators of torch, Python and NumPy (the global one) in this process."""
     states: list[object] = [digest_all(torch_generators(module)), random.getstate()]
     if numpy := sys.modules.get("numpy"):
         _, key, *rest = numpy.random.get_state()
@@ -298,7 +298,7 @@ def digest_generators(module: nn.Module) -> int:
 
 
 def torch_generators(module: nn.Module) -> list[torch.Tensor]:
-    """The states of torch's generators, of the CPU and of the devices of ``module``. Dropout uses these generators."""
+    """The states of torch's generators for the CPU and for the devices of ``module``."""
     return [torch.get_rng_state(), *map(devices.generator_state, devices.devices_of(module.parameters()))]
 
 
@@ -338,7 +338,7 @@ def flatten(name: str, value: object) -> Iterator[Fact]:
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor | str:
-    """The tensor, or its type as text if its bits cannot be digested; a meta tensor has none."""
+    """The tensor, or its type as text if its bits cannot be read; a meta tensor has no bits."""
     if is_digestible(tensor):
         return tensor
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}{' on meta' if tensor.is_meta else NOT_COMPARED}"
@@ -349,7 +349,7 @@ def unread(items: Iterable[StateItem]) -> list[str]:
 
 
 def describe_value(value: torch.Tensor | str) -> str:
-    """The text of a setting; of a tensor, its type and its device unless that is the CPU."""
+    """The text of a setting, or the type of a tensor, with its device unless that is the CPU."""
     if isinstance(value, str):
         return value
     return format_type(value, "" if value.device.type == "cpu" else f" on {value.device.type}")
@@ -363,10 +363,7 @@ def format_type(tensor: torch.Tensor, device: str = "") -> str:
 def parameter_groups(
     optimizers: Sequence[torch.optim.Optimizer], module: nn.Module, ignore: Collection[str]
 ) -> list[StateItem]:
-    """The parameter group of each parameter of ``module``, ``NONE`` for a parameter in no optimizer.
-
-    Empty if there is no optimizer.
-    """
+    """The parameter group of each parameter, ``NONE`` for a parameter in no optimizer. Empty without optimizers."""
     groups: dict[int, list[str]] = {}
     for number, optimizer in enumerate(optimizers):
         of = f" of optimizer {number}" if len(optimizers) > 1 else ""
@@ -381,7 +378,7 @@ def parameter_groups(
 
 
 def describe_membership(optimizers: Iterable[torch.optim.Optimizer], named: Sequence[Named]) -> tuple[str, bool]:
-    """The parameters ``named`` and other tensors that ``optimizers`` hold, as text; and whether a parameter is stale.
+    """What ``optimizers`` hold of ``named`` and of other tensors, as text; and whether a parameter is stale.
 
     A stale parameter was replaced in the model after the optimizer was made: no optimizer holds the new parameter, but
     an optimizer holds a tensor of the same type that is not in the model.
@@ -408,14 +405,13 @@ class SharedBuffers:
     """Chooses the buffers to compare.
 
     Left out are ``ignore``, ``Checks(local_buffers=)``, buffers that are not saved, and statistics of each rank's own
-    data, which :meth:`learn` finds. Running statistics of a frozen normalisation layer are compared, because no rank
-    updates them.
+    data. Running statistics of a frozen normalisation layer are compared, because no rank updates them.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._marks: dict[str, int] | None = None
-        self.statistics: set[str] = set()
+        self._marks: dict[str, int] | None = None  # digests by name, see mark()
+        self.statistics: set[str] = set()  # names, found by learn()
         self.has_run = False  # a forward or a backward of this rank has begun since the mark
 
     def named(self, module: nn.Module) -> list[Named]:
@@ -430,16 +426,12 @@ class SharedBuffers:
         return buffer_items(self.named(module))
 
     def mark(self, module: nn.Module) -> None:
-        """Remember the present bits: the buffers are equal on all ranks now, or are meant to be.
-
-        In a copy of a wrapper, which has no marks, every buffer counts as changed, because the earlier training may
-        have changed it.
-        """
+        """Remember the present bits: the buffers are equal on all ranks now, or are meant to be."""
         self._marks = _digest(self.named(module))
         self.has_run = False
 
     def begin_forward(self, module: nn.Module) -> None:
-        """A forward with gradients begins. The first forward marks again: a checkpoint may have been loaded since."""
+        # The first forward after a mark marks again: a checkpoint may have been loaded between.
         if not self.has_run and self._marks is not None:
             with torch.no_grad():
                 self._marks = _digest(self.named(module))
@@ -449,11 +441,12 @@ class SharedBuffers:
         """Collective: find the buffers that are statistics of each rank's own data.
 
         Such a buffer differs now, and its bits have changed since the mark on every rank. For a buffer of a
-        normalisation layer one rank is enough, if the layer is in training there. A buffer that the script has written
-        on some ranks alone has the bits of the mark on the other ranks, and is therefore not taken for statistics.
-        A buffer that a rank does not have, or left out before, is left out, too: ``_call/replicas`` tells.
+        normalisation layer, a change on one rank where the layer is in training is enough. A buffer that the script has
+        written on some ranks alone does not count: it still has the bits of the mark on the other ranks. A buffer that
+        a rank does not have, or left out before, is left out, too; ``_call/replicas`` warns of it.
         Returns whether there are new statistics; equal on all ranks that compare the same buffers.
         """
+        # A copy of a wrapper has no marks. Every buffer then counts as changed: the earlier training may have done it.
         present, marks = _digest(self.named(module)), self._marks or {}
         updated = internals.updated_statistics_names(module)
         changed = {name for name, bits in present.items() if marks.get(name) != bits}
@@ -483,7 +476,7 @@ def equal_groups(digests: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
 
 
 def gather_digests(call: Call, digest: int, left_out: Collection[int]) -> dict[int, int]:
-    """Collective: the digest of every rank but ``left_out``."""
+    """Collective: the digest of each rank, without ``left_out``."""
     digests = call.gather(torch.tensor([digest], device="cpu")).flatten().tolist()
     return {rank: value for rank, value in enumerate(digests) if rank not in left_out}
 

@@ -1,9 +1,6 @@
-"""Every use of torch's groups, storages, hooks and compiler beyond the public API: to be reviewed when torch changes.
+"""Every use of torch beyond its public interface: to be reviewed when torch changes."""
 
-The private names and the versions of torch that have them are in :mod:`~legacy_ddp._torch.private`.
-"""
-
-# First, because an ImportError of the other modules does not tell the version of torch that is needed.
+# First, because an ImportError of the other modules does not name the version of torch that is needed.
 from legacy_ddp._torch import private as private
 
 # isort: split

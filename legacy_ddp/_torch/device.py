@@ -1,7 +1,6 @@
-"""Kinds of devices: the only place that knows what CUDA, XPU, MPS or a backend of another project can do.
+"""Kinds of devices: what CUDA, XPU, MPS or a backend of another project can do.
 
-A device is asked through the module that torch has for its kind (``torch.get_device_module``). Nothing here makes a
-context of a driver: a device that the script has not used is not asked.
+Nothing here makes a context of a driver on a device that the script has not used.
 """
 
 import os
@@ -17,33 +16,34 @@ from legacy_ddp._torch.dispatch import has_own_dispatch
 
 _PINS_MEMORY = ("cuda", "xpu")  # copies from pinned memory need no wait of the host
 QUICK_NUMEL = 2**16  # tensors of at most this size are read at once
-_MAX_WAITING = 256  # of a Reader: a script may never read
+_MAX_WAITING = 256  # of a Reader: a script may never call read()
+_module_of: Callable[[torch.device], Any] = torch.get_device_module
 
 
 def accelerator() -> torch.device | None:
     """The device that this process uses besides the CPU; None without one, or before its first use."""
     kind = torch.accelerator.current_accelerator()
-    if kind is None or not _is_initialized(kind):
+    if kind is None:
         return None
-    return torch.device(kind.type, _module_of(kind).current_device() if kind.type != "mps" else 0)
+    module = _module_of(kind)
+    if not getattr(module, "is_initialized", module.is_available)():
+        return None
+    return torch.device(kind.type, module.current_device() if kind.type != "mps" else 0)
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """The devices of ``tensors`` but the CPU, in the same order on every rank."""
+    """The devices of ``tensors`` except the CPU, in the same order on every rank."""
     return sorted({tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}, key=str)
 
 
 def generator_state(device: torch.device) -> torch.Tensor:
     """The state of the default generator of a device, as a tensor of bytes on the CPU."""
-    # MPS has one device, and its functions take none.
-    arguments = () if device.type == "mps" else (device,)
-    state: torch.Tensor = _module_of(device).get_rng_state(*arguments)
+    state: torch.Tensor = _module_of(device).get_rng_state(device)
     return state
 
 
 def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    arguments = () if device.type == "mps" else (device,)
-    _module_of(device).set_rng_state(state, *arguments)
+    _module_of(device).set_rng_state(state, device)
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
@@ -51,7 +51,7 @@ def seed_generator(device: torch.device, seed: int) -> None:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream records a graph in place of running operations."""
+    """Whether the current stream records operations in a graph and does not run them."""
     device = accelerator()
     if device is None:
         return False
@@ -66,9 +66,8 @@ def current_stream(device: torch.device) -> Any:
 
 
 def hold_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
-    """Tensors are read by operations that were issued on the current stream: as they are freed, their memory is not
-    given to another tensor before these have run. They may have been made on another stream, which knows nothing of it.
-    """
+    """Do not use the memory of ``tensors`` again, also after they are freed, until the operations that were issued on
+    the current stream have run. Needed for tensors that were made on another stream."""
     for tensor in tensors:
         if _records_streams(tensor.device):
             tensor.record_stream(current_stream(tensor.device))
@@ -76,7 +75,7 @@ def hold_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
 
 @cache
 def _records_streams(device: torch.device) -> bool:
-    """Whether the device has streams, and an allocator that asks them. False on the CPU."""
+    """Whether the allocator of the device waits for streams. False on the CPU."""
     try:
         torch.empty(1, device=device).record_stream(current_stream(device))
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
@@ -85,7 +84,7 @@ def _records_streams(device: torch.device) -> bool:
 
 
 def host_tensor_for(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Integers on the CPU, in pinned memory where a copy to ``device`` then needs no wait."""
+    """Integers on the CPU, for a copy to ``device`` that the host does not wait for."""
     return torch.tensor(values, device="cpu", pin_memory=device.type in _PINS_MEMORY)
 
 
@@ -100,12 +99,11 @@ def synchronize(device: torch.device) -> None:
     if synchronize is None:  # of a backend of another project: reading a value waits, too
         torch.zeros(1, device=device).item()
     else:
-        synchronize(*(() if device.type == "mps" else (device,)))
+        synchronize(*(() if device.type == "mps" else (device,)))  # MPS has one device, and its function takes none
 
 
 @cache
 def has_float64(kind: str) -> bool:
-    """Whether tensors on devices of this kind can have doubles."""
     try:
         torch.empty(0, dtype=torch.float64, device=kind)
     except (TypeError, RuntimeError):
@@ -119,10 +117,7 @@ def where_doubles_are(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Real tensors of one element, on any device, as numbers. The host waits once, whatever their number and dtypes.
-
-    They travel as bytes and become numbers on the CPU: a device may have no doubles, and an integer stays an int.
-    """
+    """Real tensors of one element, on any devices, as numbers. The host waits once."""
     indices_of: dict[torch.dtype, list[int]] = {}
     for index, scalar in enumerate(scalars):
         indices_of.setdefault(scalar.dtype, []).append(index)
@@ -137,11 +132,12 @@ def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:
 
 
 def read_vectors(vectors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Real tensors of one dimension, on any devices, as numbers: as :func:`read_scalars`, with one wait in all."""
+    """Real tensors of one dimension, on any devices, as numbers. The host waits once."""
     away = [index for index, vector in enumerate(vectors) if vector.device.type != "cpu"]
     read = {index: vector.tolist() for index, vector in enumerate(vectors) if vector.device.type == "cpu"}
     if away:
-        # By size, so that every dtype begins at a multiple of its size.
+        # As bytes, because a device may have no doubles, and integers stay int. Sorted by size, so that every dtype
+        # begins at a multiple of its size.
         away.sort(key=lambda index: -vectors[index].dtype.itemsize)
         place = vectors[away[0]].device
         data = torch.cat([vectors[index].to(place, non_blocking=True).view(torch.uint8) for index in away]).cpu()
@@ -151,22 +147,21 @@ def read_vectors(vectors: Sequence[torch.Tensor]) -> list[list[Any]]:
 
 
 def values_of(grad: torch.Tensor) -> torch.Tensor:
-    """The elements of a gradient: of a sparse one those that it has."""
+    """The elements of a gradient, of a sparse one only those that it holds."""
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def has_nonzero(grad: torch.Tensor) -> bool:
-    """Whether any element is not zero. The sum is much quicker than ``any()``, but may be zero by chance.
-
-    Read in pieces: the first is mostly enough, and ``any()`` copies its input as booleans.
-    """
+    """Whether any element is not zero."""
     values = values_of(grad)
+    # In pieces: the first is mostly enough, and any() copies its input as booleans. The sum is much quicker than any(),
+    # but may be zero by chance.
     pieces = values.chunk(-(-values.numel() // QUICK_NUMEL)) if values.numel() > QUICK_NUMEL else (values,)
     return any(bool(piece.sum()) or bool(piece.any()) for piece in pieces)
 
 
 def have_nonzero(grads: Iterable[torch.Tensor]) -> bool:
-    """Whether any of the gradients has an element that is not zero. All on devices are read with one wait."""
+    """Whether any of the gradients has an element that is not zero. The host waits once."""
     away = []
     for grad in grads:
         if grad.device.type != "cpu":
@@ -177,39 +172,33 @@ def have_nonzero(grads: Iterable[torch.Tensor]) -> bool:
 
 
 def which_nonzero(grads: Collection[torch.Tensor]) -> list[bool]:
-    """For each gradient, whether any element is not zero. All on devices are read with one wait."""
+    """For each gradient, whether any element is not zero. The host waits once."""
     away = [values_of(grad).any() for grad in grads if grad.device.type != "cpu"]
     read = iter(read_scalars(away) if away else ())
     return [has_nonzero(grad) if grad.device.type == "cpu" else bool(next(read)) for grad in grads]
 
 
 class Reader:
-    """Numbers on devices that several callers need: the host waits once for all of them.
-
-    Where nothing is on a device, the numbers are there at once. The same holds while a graph is captured, which is then
-    an error of the device: a later read would find no numbers.
-
-    ``waiting``: what :meth:`read` will read, with the functions to call.
-    """
+    """Numbers on devices that several callers need: the host waits once for all of them."""
 
     def __init__(self) -> None:
+        # What read() will read, with the functions to call.
         self.waiting: list[tuple[Sequence[torch.Tensor], Callable[[list[list[Any]]], object]]] = []
         self._streams: dict[torch.device, list[Any]] = {}  # that compute the vectors
 
     def add(self, vectors: Sequence[torch.Tensor], take: Callable[[list[list[Any]]], object]) -> None:
-        """Let the next :meth:`read` call ``take`` with the numbers in ``vectors``, as of :func:`read_vectors`.
-
-        The functions are called in the order in which they were added.
-        """
+        """Let the next :meth:`read` call ``take`` with the numbers in ``vectors``, in the order of the calls of
+        :meth:`add`. If nothing is on a device, call it now."""
         away = [vector for vector in vectors if vector.device.type != "cpu"]
         for vector in away:
-            vector.data_ptr()  # an error for a tensor of a function transform
+            vector.data_ptr()  # raises for a tensor of a function transform
         if any(map(has_own_dispatch, away)):
             raise TypeError("the tensors have no memory: got tensors of a compiler, expected tensors with a storage")
         self.waiting.append((vectors, take))
         for device in {vector.device for vector in away}:
             if (stream := current_stream(device)) not in self._streams.setdefault(device, []):
                 self._streams[device].append(stream)
+        # In a capture the device raises now; a later read would find no numbers.
         if not self._streams or len(self.waiting) >= _MAX_WAITING or is_capturing():
             self.read()
 
@@ -218,7 +207,7 @@ class Reader:
         self.add([scalar.detach().reshape(1)], lambda numbers: take(numbers[0][0]))
 
     def read(self) -> None:
-        """Read all that was added since the last time. Without anything the host does not wait."""
+        """Read all that was added since the last :meth:`read`. If nothing was, the host does not wait."""
         waiting, self.waiting = self.waiting, []
         streams, self._streams = self._streams, {}
         for device, found in streams.items():
@@ -240,7 +229,7 @@ def device_name(device: str) -> str:
 
 
 def library_facts(kinds: Iterable[str]) -> dict[str, str]:
-    """Versions and settings of the libraries behind these kinds of devices."""
+    """Versions and settings of the libraries for these kinds of devices."""
     if "cuda" not in kinds:
         return {}
     return {
@@ -251,12 +240,3 @@ def library_facts(kinds: Iterable[str]) -> dict[str, str]:
         "cudnn.deterministic": str(torch.backends.cudnn.deterministic),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "not set"),
     }
-
-
-def _is_initialized(device: torch.device) -> bool:
-    module = _module_of(device)
-    return bool(getattr(module, "is_initialized", module.is_available)())
-
-
-def _module_of(device: torch.device) -> Any:
-    return torch.get_device_module(device)

@@ -1,10 +1,9 @@
-"""Operations as called by torch's dispatcher: a mode for all operations, and the node and the frame of each."""
+"""Operations that torch's dispatcher calls: a mode that gets all of them, and the node and the caller of each."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -14,28 +13,27 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from legacy_ddp._torch.tensors import skip_tracing_below
+from legacy_ddp._torch.tensors import frame_of, skip_tracing_below
 
-# The operation, its arguments, its keyword arguments; returns the result of the operation.
+# Gets the operation, its arguments and its keyword arguments; returns the result of the operation.
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _MODULE_CALL: Final[CodeType] = torch.nn.Module.__call__.__code__
-# Makes the first gradient, a one, before the pass of the engine.
+# Makes the first gradient, a one, before it starts the engine.
 _BACKWARD_START: Final[CodeType] = torch.autograd.backward.__code__
 _BACKWARD_CALL: Final[CodeType] = _engine_run_backward.__code__
 _TORCH_FOLDER: Final[str] = os.path.join(os.path.dirname(torch.__file__), "")
-# The number of every node that accumulates into a leaf.
+# node_number() of every node that accumulates into a leaf.
 LEAF_NUMBER = 2**64 - 1
 
 
 class LowestMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its __init_subclass__
     """A dispatch mode below all others of a thread, so that a ``with`` block of another mode may begin or end inside.
 
-    ``handle`` gets every operation of the thread, after the other modes. Code of torch.compile stays compiled: the mode
-    sees the operations called by compiled code. Torch's flags for modes stay unset, because with them the compiler
-    takes another path.
+    ``handle`` gets every operation of the thread, after the other modes. Code of torch.compile stays compiled, because
+    torch's flags for modes stay unset; the mode gets the operations that compiled code calls.
     """
 
     supports_higher_order_operators = True
@@ -59,13 +57,12 @@ class LowestMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its 
         return self._handle(func, args, kwargs or {})
 
     def install(self) -> None:
-        """Begin to see the operations of the calling thread."""
-        modes = _pop_all()
-        for mode in (self, *modes):
+        """Begin with the operations of the calling thread."""
+        for mode in (self, *_pop_all()):
             _push(mode)
 
     def remove(self) -> bool:
-        """Stop, in the thread of :meth:`install`. Whether the mode was still there."""
+        """Stop, in the thread of :meth:`install`. False if the mode was already removed."""
         modes = _pop_all()
         for mode in modes:
             if mode is not self:
@@ -85,7 +82,7 @@ def _pop_all() -> list[TorchDispatchMode]:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """A block of operations unseen by dispatch modes, function modes and subclasses."""
+    """A block in which dispatch modes, function modes and subclasses get no operation."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
@@ -119,27 +116,27 @@ def operation_name(schema: torch.FunctionSchema) -> str:
 
 
 def node_number(node: Node) -> int:
-    """Nodes of a thread are numbered in the order of their making; nodes of leaves have :data:`LEAF_NUMBER`."""
+    """The nodes of a thread are numbered in the order in which they are made; see also :data:`LEAF_NUMBER`."""
     return int(node._sequence_nr())
 
 
 def leaf_of(node: Node) -> torch.Tensor | None:
-    """The tensor of a node with :data:`LEAF_NUMBER`, which accumulates into it."""
+    """The tensor into which a node with :data:`LEAF_NUMBER` accumulates."""
     return getattr(node, "variable", None)
 
 
 def caller_of_operation(names: Mapping[int, str], *, ignored: str) -> tuple[str | None, str]:
-    """The module that runs the present operation, by the ids in ``names``, and the file that calls the operation.
+    """The name of the module that runs the present operation, and the file that calls the operation.
 
-    The module is the innermost module, None outside. A backward pass ends the search: inside of a backward pass only
-    its own modules count, as in the second forward of a checkpoint. The file has the innermost code in the module,
-    outside of torch and of files with a path that begins with ``ignored``; empty without code of this kind. For the
-    first gradient of a backward pass it is a file of torch, whichever code begins the pass.
-
-    Reads the stack of the thread: hooks on modules would make torch.compile split its graphs, and torch's
-    ModuleTracker, which registers such hooks, knows the names of classes only.
+    ``names``: of the modules, by id. The module is the innermost one, None outside of modules. In a backward pass only
+    modules that run inside of it count, as in the second forward of a checkpoint. The file is the innermost one in the
+    module, outside of torch and of paths that begin with ``ignored``; empty if there is none. For the first gradient of
+    a backward pass it is a file of torch.
     """
-    frame, file = _operation_frame(), ""
+    # From the stack of the thread: hooks on modules, such as those of torch's ModuleTracker, would make torch.compile
+    # split its graphs.
+    handler = frame_of(_DISPATCH_CALL)
+    frame, file = handler and handler.f_back, ""
     skipped = (_TORCH_FOLDER, __file__, ignored)
     while frame is not None and frame.f_code is not _BACKWARD_CALL:
         code = frame.f_code
@@ -151,13 +148,3 @@ def caller_of_operation(names: Mapping[int, str], *, ignored: str) -> tuple[str 
             file = code.co_filename
         frame = frame.f_back
     return None, file
-
-
-def _operation_frame() -> FrameType | None:
-    """The innermost frame outside of the handler of a :class:`LowestMode`; None in a thread without Python code."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _DISPATCH_CALL:
-            return frame.f_back
-        frame = frame.f_back
-    return None

@@ -1,7 +1,6 @@
 """The private names of torch that the library uses, and the versions of torch that have them: checked at import.
 
-Torch may rename a private name in any version. Then the import of the library fails with one clear error, and no
-wrapper fails later with an AttributeError.
+Torch may rename a private name in any version. Then the import of the library raises one clear error.
 """
 
 import re
@@ -19,14 +18,14 @@ SEEN = "2.8 to 2.15"
 
 
 class PrivateName(NamedTuple):
-    """A private name of torch: ``name`` in the module or class ``owner``; ``seen``: the versions that have it."""
+    """``owner``: the path of a module or class. ``seen``: the versions that have the name."""
 
     owner: str
     name: str
     seen: str = SEEN
 
     def exists(self) -> bool:
-        """Whether the installed torch has the name: as an attribute, or in each instance of the class."""
+        """Whether the installed torch has the name: as an attribute, or in the instances of the class."""
         owner = _find(self.owner)
         constructor = getattr(getattr(owner, "__init__", None), "__code__", None)
         of_instances = (*getattr(owner, "__annotations__", ()), *getattr(constructor, "co_names", ()))
@@ -34,7 +33,7 @@ class PrivateName(NamedTuple):
 
 
 def check_torch(version: str, names: Iterable[PrivateName]) -> None:
-    """ImportError if torch ``version`` is older than OLDEST, or has not all ``names``."""
+    """ImportError if ``version`` is older than OLDEST, or if torch lacks one of ``names``."""
     if _number(version) < _number(OLDEST):
         raise import_error(f"legacy_ddp needs torch >= {OLDEST}, found {version}; install a newer torch")
     missing = [name for name in names if not name.exists()]
@@ -47,7 +46,7 @@ def check_torch(version: str, names: Iterable[PrivateName]) -> None:
 
 
 def check_python(is_free_threaded: bool) -> None:
-    """ImportError in a build of Python without the global interpreter lock, whose counts of references differ."""
+    """ImportError in a build of Python without the global interpreter lock, which counts references differently."""
     if is_free_threaded:
         raise import_error("legacy_ddp counts references to gradients, and needs a build of Python with the GIL")
 
@@ -57,7 +56,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def _find(path: str) -> object:
-    """The module, or the attribute of a module, at the dotted ``path``; None if it is not there."""
+    """The module or attribute at the dotted ``path``; None if it is not there."""
     try:
         return import_module(path)
     except ImportError:

@@ -1,4 +1,4 @@
-"""Process groups: stores, timeouts, backends and options of operations."""
+"""Process groups: connection, stores, timeouts, backends and options of operations; torch's ``sys.excepthook``."""
 
 import ctypes
 import os
@@ -17,37 +17,34 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed import distributed_c10d as c10d
 
-# The sequence number of these backends counts collectives only. The number of gloo counts sends and lists of objects,
-# too, of which the ranks of a correct program may have different numbers.
+# The sequence number of these backends counts collectives only. That of gloo also counts sends and lists of objects,
+# and the ranks of a correct program may have different numbers of those.
 COUNTING_BACKENDS = {"nccl", "xccl"}
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Collective: a gloo group of ranks that are connected in a ring. Other pairs connect at their first exchange.
-
-    The constructor of ProcessGroupGloo alone would connect every rank to every other rank. The ring carries all_reduce
-    and all_gather; it is connected here, because a thread of gloo aborts a process that later has no descriptor for a
-    connection. Interfaces are chosen as by torch.
-    """
+    """Collective: a gloo group of ranks that are connected in a ring, which all_reduce and all_gather use. Other pairs
+    connect at their first exchange. Interfaces are chosen as by torch."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     gloo: Any = ProcessGroupGloo  # the stubs of torch lack these names
     options = gloo._Options()
     options._timeout = timeout
+    # With lazy_init the constructor does not connect every rank to every other rank.
     options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in names]
     options._devices = options._devices or [gloo.create_default_device(lazy_init=True)]
     options._threads = 2 * len(options._devices)  # as torch
     group = gloo(store, rank, size, options)
+    # Connect the ring now: later, a thread of gloo would abort a process that has no descriptor left for a connection.
     group.allreduce([torch.zeros(1, device="cpu")]).wait()
     return group
 
 
-# All groups that exist in torch, in this process: without those that destroy_process_group() has ended. In C, because
-# every call asks.
+# All groups of this process, without those that destroy_process_group() has ended. In C, because every call asks.
 groups_of_torch: Callable[[], Mapping[dist.ProcessGroup, object]] = partial(attrgetter("pg_map"), c10d._world)
 
 
 def group_store(group: dist.ProcessGroup) -> Store:
-    """The key-value store of ``group``, under the prefix of the group."""
+    """The key-value store of ``group``, with the prefix of the group."""
     return c10d._world.pg_map[group][1]
 
 
@@ -61,12 +58,12 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Backend for tensors of ``device`` in ``group``: ``gloo``, ``nccl``, ...; RuntimeError without a backend."""
+    """The backend for tensors on ``device``: ``gloo``, ``nccl``, ...; RuntimeError without a backend."""
     return str(group._get_backend(torch.device(device.type)).name())
 
 
 def counting_device(group: dist.ProcessGroup) -> torch.device | None:
-    """A device whose backend in ``group`` counts the collectives that were issued on it, None without one."""
+    """A device whose backend in ``group`` counts issued collectives, None without one."""
     for device in group._device_types:
         counts = hasattr(group._get_backend(device), "_get_sequence_number_for_group")  # not in every torch
         if counts and backend_name(group, device) in COUNTING_BACKENDS:
@@ -75,7 +72,7 @@ def counting_device(group: dist.ProcessGroup) -> torch.device | None:
 
 
 def issued_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
-    """The number of collectives that this process has issued on the backend of ``device`` in ``group``."""
+    """The number of collectives that this process issued in ``group``, on a :func:`counting_device`."""
     backend: Any = group._get_backend(device)
     return int(backend._get_sequence_number_for_group())
 
@@ -98,7 +95,7 @@ def operation_options(kind: str, timeout: timedelta) -> Any:
 
 
 def keep_for_ever(group: Any) -> None:
-    """Let nothing free ``group``, not even the end of the interpreter: its destructor waits for its threads."""
+    """Never free ``group``, not even at the end of the interpreter: its destructor waits for its threads."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
@@ -110,12 +107,12 @@ def inner_excepthook(hook: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 def _release_default_groups() -> None:
-    """Let no default argument of ``torch.distributed.nn.functional`` hold a process group.
+    """Replace the default group in the default arguments of ``torch.distributed.nn.functional`` by None.
 
-    Its functions have a default argument for the group: the default group at the time of the import. torch imports the
-    module for the first optimizer, usually when a default group exists. The default arguments then keep the threads of
-    this group alive after destroy_process_group(): the interpreter aborted at exit ("terminate called without an active
-    exception") in 5 of 13 runs. With None in its place, a function looks the default group up in every call.
+    torch imports this module for the first optimizer, usually when a default group exists. The default arguments then
+    keep the threads of the group alive after destroy_process_group(): the interpreter aborted at exit ("terminate
+    called without an active exception") in 5 of 13 runs. With None the functions use the default group of the time of
+    the call.
     """
     module = import_module("torch.distributed.nn.functional")
     for function in filter(isfunction, vars(module).values()):

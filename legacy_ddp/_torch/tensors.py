@@ -1,4 +1,4 @@
-"""Calls of torch: tensors (memory, comparison, hooks), optimizer hooks, compiler, profiler and gradient scalers."""
+"""Calls of torch: tensors (memory, comparison, hooks), backward, compiler, optimizers, normalisation layers, scaler."""
 
 import gc
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from operator import attrgetter
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -31,7 +31,7 @@ _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # new in torch 2.10
 _SCALER_STEP = torch.amp.GradScaler.step.__code__
 _FUNCTION_BACKWARD = BackwardCFunction.apply.__code__
 _NO_HOOKS: Mapping[int, Callable[[torch.Tensor], None]] = {}
-# Torch will remove its quantized dtypes. The others of them have several elements in a byte.
+# Torch will remove its quantized dtypes. Those that are not here have several elements in a byte.
 _QUANTIZED = (("qint8", torch.int8), ("quint8", torch.uint8), ("qint32", torch.int32))
 _INTEGERS: Mapping[torch.dtype, torch.dtype] = {
     getattr(torch, name): integer for name, integer in _QUANTIZED if hasattr(torch, name)
@@ -43,30 +43,28 @@ foreach_copy = torch._foreach_copy_
 foreach_norm = torch._foreach_norm
 is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # not in the stubs
 # An object per tensor, and another object after torch.utils.swap_tensors(): compare with `is`. A reference to it
-# keeps neither the tensor nor its memory alive. A weak reference would do the same, but torch refuses to swap tensors
-# with weak references. Never written to. In C, because a call asks for the identity of every parameter.
+# keeps neither the tensor nor its memory alive. Not a weak reference, because torch refuses to swap tensors with weak
+# references. Never written to. In C, because a call asks for the identity of every parameter.
 identity: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
 
-# One hook of torch calls all of them: each passage between torch and a function without tracing costs a microsecond. By
-# hook, without a value: a registration that an exception interrupted is made again, and no hook runs twice.
+# One hook of torch calls all of them, because each call from torch of a function without tracing costs a microsecond.
+# An ordered set: after an exception a hook may be registered a second time, and must not run twice.
 _pre_hooks: dict[Callable[..., Any], None] = {}
 _post_hooks: dict[Callable[..., Any], None] = {}
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements in row-major order, end to end, in one new tensor. Takes half the time of views made in Python."""
-    if all(tensor.dim() == 1 for tensor in tensors):  # needs no views, and takes a fifth of the time
+    """All elements in row-major order, one tensor after the other, in one new tensor."""
+    if all(tensor.dim() == 1 for tensor in tensors):  # takes a fifth of the time
         return torch.cat(list(tensors))
-    return torch._C._nn.flatten_dense_tensors(list(tensors))
+    return torch._C._nn.flatten_dense_tensors(list(tensors))  # takes half the time of views made in Python
 
 
 def sparse_tensor(
     indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], *, is_coalesced: bool = False
 ) -> torch.Tensor:
-    """A sparse COO tensor of valid indices and values.
-
-    torch.sparse_coo_tensor() warns in torch 2.11 and 2.12 that it checks nothing, even where the caller asks for that.
-    """
+    """A sparse COO tensor. Indices and values are not checked."""
+    # torch.sparse_coo_tensor() of torch 2.11 and 2.12 warns that it checks nothing, even if the caller asks for that.
     tensor: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         indices.shape[0],
         values.dim() - 1,
@@ -87,16 +85,14 @@ def is_packed(tensor: torch.Tensor) -> bool:
 
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a quantized tensor that is not packed, as integers: a view.
-
-    Torch joins quantized tensors of a single scale alone, and ``copy_()`` leaves the scale as it was.
-    """
+    """A view of a quantized tensor that is not packed, as integers: torch joins quantized tensors only of equal scale,
+    and ``copy_()`` leaves the scale as it was."""
     view = torch.empty(0, dtype=_INTEGERS[tensor.dtype], device=tensor.device)
     return view.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def quantizer_of(tensor: torch.Tensor) -> str:
-    """What a quantized tensor has besides its integers: the scale and the zero point, or those of each channel."""
+    """The scale and the zero point of a quantized tensor, or those of each channel."""
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return f"scale {tensor.q_scale()!r}, zero point {tensor.q_zero_point()}"
     scales, zero_points = tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist()
@@ -104,13 +100,9 @@ def quantizer_of(tensor: torch.Tensor) -> str:
 
 
 def grad_dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype | None]:
-    """``grad_dtype`` of each tensor, without the 5 µs per tensor that torch.set_default_device adds.
-
-    Before torch 2.10, which has no ``grad_dtype``, gradients have the dtype of their tensor.
-    """
-    if not _HAS_GRAD_DTYPE:
+    if not _HAS_GRAD_DTYPE:  # gradients have the dtype of their tensor
         return [tensor.dtype for tensor in tensors]
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction():  # otherwise torch.set_default_device adds 5 µs per tensor
         return list(map(attrgetter("grad_dtype"), tensors))
 
 
@@ -134,36 +126,36 @@ def is_memory_counted(tensor: torch.Tensor) -> bool:
     if tensor.layout is not torch.strided:  # torch makes the memory of a sparse tensor
         return True
     storage = tensor.untyped_storage()
-    # Memory from NumPy cannot be resized. Memory of a device may say the same, and that of CUDA always is shared.
+    # Memory from NumPy is not resizable. Nor may be that of a device, and memory of CUDA always counts as shared.
     return tensor.device.type != "cpu" or (storage.resizable() and not storage.is_shared())
 
 
 def _references(flat: torch.Tensor) -> int:
-    storage = flat.untyped_storage()  # one Python object per memory, also for a reference of the user's
+    storage = flat.untyped_storage()  # one Python object per memory, which the script gets, too
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 @cache
 def _references_alone() -> int:
-    """The references of an unshared tensor, measured: the number depends on the version of torch."""
+    """The references to the memory of a single tensor, measured: the number depends on the version of torch."""
     return _references(torch.empty(1, device="cpu"))
 
 
 def is_part(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``, a plain dense one, is a part of a larger tensor, or its memory is from NumPy, or shared."""
+    """Whether a plain dense tensor is a part of a larger tensor, or its memory is from NumPy, or shared."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return False
     return tensor.untyped_storage().nbytes() > tensor.nbytes or not is_memory_counted(tensor)
 
 
 def is_only_in_grad(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter.grad`` exists, in memory of torch, without another reference to the tensor or its memory."""
+    """Whether ``parameter.grad`` exists, in memory of torch, and nothing else refers to it or to its memory."""
     found = _grad_ref_counts(parameter)
     return found is not None and found == _fresh_grad_ref_counts()
 
 
 def is_grad_held(parameter: torch.Tensor) -> bool:
-    """Whether something besides ``parameter.grad`` refers to that tensor, a plain dense one."""
+    """Whether ``parameter.grad`` is a plain dense tensor, and something else refers to this tensor."""
     found, fresh = _grad_ref_counts(parameter), _fresh_grad_ref_counts()
     return found is not None and fresh is not None and found[:2] != fresh[:2]
 
@@ -202,7 +194,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """A reference that keeps the :func:`storage_key` from being used again, and not the memory from being freed."""
+    """A reference that reserves the :func:`storage_key`. The memory can be freed."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
@@ -214,10 +206,10 @@ def storage_handles(storages: Iterable[torch.UntypedStorage]) -> list[int]:
 def ref_counts(
     tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], handles: Sequence[int]
 ) -> tuple[set[int], ...]:
-    """The reference counts that occur: of tensors in C++ and in Python, of storages in C++ and in Python.
+    """The different reference counts: of tensors in C++ and in Python, of storages in C++ and in Python.
 
-    ``handles``: of the storages. A variable or a list adds to the count in Python. A ``.grad`` adds to the count in
-    C++, in torch 2.13 to both.
+    ``handles``: of the storages. A variable or a list adds to the count in Python, a ``.grad`` to the count in C++, in
+    torch 2.13 to both.
     """
     return (
         set(map(_USE_COUNT, tensors)),
@@ -228,23 +220,22 @@ def ref_counts(
 
 
 class TensorGuards:
-    """Tells whether tensors have the properties of the tensors that were given to the constructor.
+    """Compares tensors with the tensors that the constructor got, without keeping these alive.
 
-    The properties are type, dtype, device, requires_grad, shape, strides, and the bits for conjugation and sign. Keeps
-    no tensor alive. Takes 0.15 µs a tensor; a comparison in Python takes 0.7 µs. Under other autocast or inference
-    settings than at construction no tensor matches.
+    Compares type, dtype, device, requires_grad, shape, strides, and the bits for conjugation and sign. If autocast or
+    inference mode has changed since the construction, no tensor matches.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         sizes: list[list[int]] = [list(tensor.shape) for tensor in tensors]
         strides: list[list[int]] = [list(tensor.stride()) for tensor in tensors]
         guards = DynamoGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
-        # Whether the arguments, as many tensors, all match. A method in C: every call asks three times.
+        # match(*tensors) takes 0.15 µs a tensor, a comparison in Python 0.7 µs. Every call asks three times.
         self.match: Callable[..., bool] = guards.check
 
 
 def accumulate_hooks(parameters: Iterable[torch.Tensor]) -> list[Mapping[int, Callable[[torch.Tensor], None]]]:
-    """The post-accumulate hooks on each parameter, by the ids of their handles."""
+    """The post-accumulate hooks of each parameter, by the ids of their handles."""
     with torch._C.DisableTorchFunction():  # subclasses need not know the name; torch.set_default_device costs 5 µs each
         found = list(map(attrgetter("_post_accumulate_grad_hooks"), parameters))
     return [_NO_HOOKS if hooks is None else hooks for hooks in found] if None in found else found
@@ -262,16 +253,13 @@ def gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[list[Callable
 def add_accumulate_hook(
     parameter: torch.Tensor, hook: Callable[[torch.Tensor], None], handles: list[RemovableHandle] | None = None
 ) -> None:
-    """Register a post-accumulate hook, also on a frozen parameter, which the method of torch refuses.
-
-    ``handles``: gets the handle before the parameter gets the hook, so that no hook is ever without its handle.
-    """
+    """Register a post-accumulate hook, also on a frozen parameter, which the method of torch refuses."""
     with torch._C.DisableTorchFunction():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if hooks is None:
             hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
     handle = RemovableHandle(hooks)
-    if handles is not None:
+    if handles is not None:  # first, so that no hook is without its handle after an interrupt
         handles.append(handle)
     hooks[handle.id] = hook
 
@@ -297,10 +285,8 @@ def without_accumulate_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[Non
 
 
 def attach_hooks(tensor: torch.Tensor) -> None:
-    """Make the hooks of a tensor run again after ``torch.utils.swap_tensors()``.
-
-    In Python the hooks stay with the tensor, in C++ they move with the contents. Assigning them again joins both.
-    """
+    """Make the hooks of a tensor run again after ``torch.utils.swap_tensors()``."""
+    # In Python the hooks stay with the tensor, in C++ they move with the contents. Assigning them again joins both.
     with torch._C.DisableTorchFunction():
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             if (hooks := getattr(tensor, name)) is not None:
@@ -311,29 +297,30 @@ def inside_backward() -> bool:
     return current_backward() != -1
 
 
-current_backward: Callable[[], int] = torch._C._current_graph_task_id  # the number of the pass of the caller, or -1
+current_backward: Callable[[], int] = torch._C._current_graph_task_id  # the number of the pass of this thread, or -1
+
+
+def frame_of(code: CodeType) -> FrameType | None:
+    """The innermost frame of the calling thread that runs ``code``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
 
 
 def inside_function_backward() -> bool:
-    """Whether the calling thread runs the ``backward()`` of a function in Python, for example of a re-entrant
-    checkpoint."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _FUNCTION_BACKWARD:
-        frame = frame.f_back
-    return frame is not None
+    """Whether the calling thread runs the ``backward()`` of an autograd.Function, such as a re-entrant checkpoint."""
+    return frame_of(_FUNCTION_BACKWARD) is not None
 
 
 def inside_compiled_backward() -> bool:
-    """Whether compiled code of a backward pass runs, whose engine calls no function of :func:`at_end_of_backward`.
-
-    The list of private names lacks this attribute: to look for it would import the compiler. In a torch without the
-    attribute no code counts as compiled.
-    """
+    """Whether compiled code of a backward pass runs. Its engine calls no function of :func:`at_end_of_backward`."""
+    # Not in the list of private names: the check of this list would import the compiler.
     return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` at the end of the present backward pass, if no exception ends the pass."""
+    """Call ``function`` at the end of the present backward pass, unless an exception ends the pass."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -347,23 +334,20 @@ def is_tracing() -> bool:
 
 
 def skip_tracing(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark ``function``: inside a compiled step torch calls the function without tracing. Costs nothing per call."""
+    """Mark ``function``: inside a compiled step torch calls it without tracing. Costs nothing per call."""
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)  # this frame, but not the frames below
     set_code_exec_strategy(function.__code__, skip)
     return function
 
 
 def skip_tracing_below(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark ``function``: torch.compile traces neither the function nor its callees. Costs nothing per call."""
+    """Mark ``function``: torch.compile traces neither it nor its callees. Costs nothing per call."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
 
 
 def keeps_grad_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark ``function``: it leaves autograd on or off as it was, also where an exception interrupts torch's own blocks.
-
-    An interrupt in the Python code of ``torch.no_grad()`` leaves autograd off in the thread.
-    """
+    """Mark ``function``: at its end autograd is on or off as before, also after an interrupt in ``torch.no_grad()``."""
 
     @wraps(function)
     def keeping(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -381,16 +365,13 @@ NO_MODE = nullcontext()
 
 
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark ``function``: torch.compile never traces it. Does not import the compiler."""
+    """Mark ``function``: torch.compile never traces it. Does not import the compiler, unlike the public decorator."""
     return torch._disable_dynamo(function)  # type: ignore[attr-defined]  # not in the stubs
 
 
 def inside_of_compiled(module: nn.Module) -> nn.Module:
-    """The module in ``torch.compile(module)``; any other module itself.
-
-    The list of private names lacks this attribute: to look for its class would import the compiler. In a torch without
-    the attribute the module with the compiled code stands for itself.
-    """
+    """The module in ``torch.compile(module)``; any other module itself."""
+    # Not in the list of private names: the check of this list would import the compiler.
     return getattr(module, "_orig_mod", module)
 
 
@@ -412,14 +393,14 @@ def after_every_step(hook: Callable[..., object]) -> None:
 
 
 def add_step_pre_hook(hook: Callable[..., Any]) -> None:
-    """Call ``hook`` before every step of every optimizer, before the optimizer's own pre-hooks. Once, if called again:
-    an exception may have come after an earlier registration."""
+    """Call ``hook`` before every step of every optimizer, before the optimizer's own pre-hooks. A second registration
+    has no effect: the first may have been interrupted at its end."""
     if hook not in step_hooks._global_optimizer_pre_hooks.values():
         step_hooks.register_optimizer_step_pre_hook(hook)
 
 
 def remove_step_pre_hook(hook: Callable[..., Any]) -> None:
-    """Undo :func:`add_step_pre_hook`, if it was called."""
+    """Undo :func:`add_step_pre_hook`. May be called without it."""
     for key in [key for key, known in step_hooks._global_optimizer_pre_hooks.items() if known is hook]:
         step_hooks._global_optimizer_pre_hooks.pop(key, None)
 
@@ -457,40 +438,36 @@ def _run_post_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwa
         hook(optimizer, args, kwargs)
 
 
-def unsaved_buffer_names(module: torch.nn.Module) -> set[str]:
+def unsaved_buffer_names(module: nn.Module) -> set[str]:
+    children = module.named_modules(remove_duplicate=False)
+    return {name for prefix, child in children for name in _full_names(prefix, child._non_persistent_buffers_set)}
+
+
+def updated_statistics_names(module: nn.Module) -> set[str]:
+    """Names of the buffers that a forward pass would change: of normalisation layers in training, with statistics."""
     found: set[str] = set()
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        found.update(_full_names(prefix, child._non_persistent_buffers_set))
+    for prefix, layer in _norm_layers(module):
+        if layer.training and layer.track_running_stats:
+            # With momentum 0 a layer only counts its batches.
+            found.update(_full_names(prefix, ["num_batches_tracked"] if layer.momentum == 0 else layer._buffers))
     return found
 
 
-def updated_statistics_names(module: torch.nn.Module) -> set[str]:
-    """Names of the buffers that a forward pass would change: of normalisation layers in training that track statistics.
-
-    With ``momentum=0`` a layer only counts its batches.
-    """
-    found: set[str] = set()
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, _NormBase) and child.training and child.track_running_stats:
-            found.update(_full_names(prefix, ["num_batches_tracked"] if child.momentum == 0 else child._buffers))
-    return found
+def statistics_names(module: nn.Module) -> set[str]:
+    return {name for prefix, layer in _norm_layers(module) for name in _full_names(prefix, layer._buffers)}
 
 
-def statistics_names(module: torch.nn.Module) -> set[str]:
-    found: set[str] = set()
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, _NormBase):
-            found.update(_full_names(prefix, child._buffers))
-    return found
+def _norm_layers(module: nn.Module) -> list[tuple[str, _NormBase]]:
+    """The normalisation layers, by each of their names."""
+    children = module.named_modules(remove_duplicate=False)
+    return [(prefix, child) for prefix, child in children if isinstance(child, _NormBase)]
 
 
-def running_statistics(module: torch.nn.Module) -> Iterator[tuple[str, str, dict[str, torch.Tensor]]]:
-    """Layers that update running statistics on the data of their rank: name, class, and buffers by full name.
-
-    Without layers of torch.nn.SyncBatchNorm, which have the statistics of all ranks, and layers with momentum 0.
-    """
+def running_statistics(module: nn.Module) -> Iterator[tuple[str, str, dict[str, torch.Tensor]]]:
+    """Layers that update running statistics on the data of their rank: name, class, and buffers by full name."""
     for prefix, child in module.named_modules():
-        if not isinstance(child, _NormBase) or isinstance(child, torch.nn.SyncBatchNorm) or child.momentum == 0:
+        # SyncBatchNorm has the statistics of all ranks.
+        if not isinstance(child, _NormBase) or isinstance(child, nn.SyncBatchNorm) or child.momentum == 0:
             continue
         buffers = {name: buffer for name, buffer in child._buffers.items() if buffer is not None}
         if buffers:
@@ -513,13 +490,8 @@ def largest_used_scaler(scalers: Iterable[torch.amp.GradScaler]) -> torch.amp.Gr
 
 
 def calling_scaler() -> torch.amp.GradScaler | None:
-    """The GradScaler whose ``step()`` is running in the calling thread."""
-    frame = sys._getframe(1)
-    while frame.f_code is not _SCALER_STEP:
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return cast(torch.amp.GradScaler, frame.f_locals["self"])
+    frame = frame_of(_SCALER_STEP)
+    return None if frame is None else cast(torch.amp.GradScaler, frame.f_locals["self"])
 
 
 def has_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

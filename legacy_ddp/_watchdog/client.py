@@ -1,11 +1,11 @@
 """Requests to the status servers of other ranks: one line of JSON each way over TCP.
 
-A store would be the usual place for the status of ranks. But reading a store blocks while the store's owner is stopped,
-every rank would write all the time, and everything would be lost with the owner. A request needs no third process, and
-there is none until a rank waits. A failed request is information, too: an ended process has no open port.
+Not through a store: to read a store blocks while its owner is stopped, all ranks would write all the time, and all
+would be lost with the owner. A request needs no third process, and no rank sends one before a rank waits. A failed
+request is information, too: an ended process has no open port.
 
-Both sides prove that they know the token of the server before the other side reads more of them. The token itself is
-not sent: a stranger may have got the port of a dead rank.
+Each side proves that it knows the token of the server before the other side reads more. The token itself is not sent,
+because another process may have got the port of a dead rank.
 """
 
 import fcntl
@@ -37,12 +37,12 @@ from legacy_ddp._watchdog.process import (
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
-# Destinations outside of this host, to find the interface of the default route. The addresses are for documentation
-# (RFC 5737, RFC 3849) and get no data: connecting a datagram socket only looks up the route.
+# To find the interface of the default route. The addresses are for documentation (RFC 5737, RFC 3849) and get no data:
+# connecting a datagram socket only looks up the route.
 _OUTSIDE: tuple[tuple[int, str], ...] = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-# A Python thread answers in milliseconds; a thread that waits for the GIL of a busy process, in tens of milliseconds.
+# A Python thread answers in milliseconds. If it must wait for the GIL of a busy process, in tens of milliseconds.
 ANSWER_SECONDS = 0.7
-# The same for a process whose threads wait for a processor more than this share of the time: the machine is crowded.
+# The same on a crowded machine: the threads of the process wait for a processor for more than this share of the time.
 PATIENT_SECONDS = 3.0
 _CROWDED_SHARE = 0.5
 MAX_BYTES, PART_BYTES = 2**20, 2**16  # of a message, from a process that knows the token
@@ -50,8 +50,7 @@ MAX_BYTES, PART_BYTES = 2**20, 2**16  # of a message, from a process that knows 
 _NONCE_BYTES, PROOF_BYTES = 16, 32
 GREETING_BYTES = _NONCE_BYTES + PROOF_BYTES
 _SIGNS = (DEAD, ENDING)  # in /proc, of an end
-# To connect, for a look at a port: on the same machine a kernel accepts or refuses at once.
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.1  # to connect on the same machine: its kernel accepts or refuses at once
 MAX_CONCURRENT_REQUESTS = 32
 
 Address = tuple[str, int]
@@ -61,14 +60,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that ended a call for good.
-
-    ``is_late``: nothing broke, a rank was silent for too long. ``ranks``: the lost ranks, if known without a poll.
-    """
+    """A failure that ended a call for good."""
 
     reason: str
-    is_late: bool = False
-    ranks: tuple[int, ...] = ()
+    is_late: bool = False  # nothing broke, but a rank was silent for too long
+    ranks: tuple[int, ...] = ()  # the lost ranks, if known without a poll
 
 
 class Outcome(StrEnum):
@@ -93,12 +89,11 @@ class Endpoint:
     token: str
 
     def encode(self) -> bytes:
-        """Bytes for :func:`decode_endpoint`."""
         return json.dumps([vars(self.identity), self.addresses, self.token]).encode()
 
 
 def decode_endpoint(rank: int, data: bytes) -> Endpoint | None:
-    """The endpoint of ``rank``; None for empty bytes: the rank has no status server."""
+    """None for empty bytes: ``rank`` has no status server."""
     if not data:
         return None
     identity, addresses, token = json.loads(data)
@@ -110,8 +105,8 @@ def request(
 ) -> tuple[Outcome, Message | None]:
     """Send a request and return the answer. ``own``: the identity of this process.
 
-    Blocks for at most about ``seconds``, or ``PATIENT_SECONDS`` if the process on this machine waits for a processor;
-    not at all if the process is dead, or if the kernel reports it as stopped.
+    Blocks for at most about ``seconds``, or ``PATIENT_SECONDS`` on a crowded machine; not at all if the process is
+    dead, or if the kernel shows it as stopped.
     """
     limit = _Limit(peer.identity, seconds)
     while True:
@@ -129,20 +124,18 @@ def request(
 
 
 def state_of(peer: Endpoint) -> str:
-    """``running``, ``stopped``, ``held by a debugger`` or ``dead``; empty if this process cannot see the process.
-
-    Dead by two signs: /proc does not show the process, and its port refuses connections. Either may have another cause.
-    """
+    """``running``, ``stopped``, ``held by a debugger`` or ``dead``; empty if this process cannot see the process."""
     state = visible_state(peer.identity)
     if state not in _SIGNS:
         return state
+    # Dead only by two signs: /proc does not show the process, and its port refuses connections. One sign alone may have
+    # another cause.
     return DEAD if _refuses(peer) else UNKNOWN
 
 
 def _refuses(peer: Endpoint) -> bool:
-    """Whether the port refuses connections. False in another network, where the answer may take long."""
     own = own_identity()
-    if peer.identity.network != own.network:
+    if peer.identity.network != own.network:  # an answer may take long
         return False
     try:
         connect(peer, own, _LOOK_SECONDS).close()
@@ -172,7 +165,6 @@ class _Limit:
 
 
 def _request_once(peer: Endpoint, message: Message, own: Identity, limit: _Limit) -> tuple[Outcome, Message | None]:
-    """As :func:`request`. Closed: nobody listens at the port."""
     try:
         with connect(peer, own, limit.connect_seconds) as connection:
             connection.settimeout(limit.connect_seconds)
@@ -196,11 +188,7 @@ def _request_once(peer: Endpoint, message: Message, own: Identity, limit: _Limit
 def request_all(
     peers: Sequence[Endpoint], message: Message, own: Identity
 ) -> dict[int, tuple[Outcome, Message | None]]:
-    """Send a request to each of many ranks, up to ``MAX_CONCURRENT_REQUESTS`` at a time; see :func:`request`.
-
-    This thread sends requests, too: at a limit of processes, or while the interpreter is ending, no other thread can be
-    started.
-    """
+    """The results of :func:`request` by rank. Sends up to ``MAX_CONCURRENT_REQUESTS`` requests at a time."""
     answers: dict[int, tuple[Outcome, Message | None]] = dict.fromkeys(
         (p.rank for p in peers), (Outcome.NOT_ASKED, None)
     )
@@ -214,12 +202,12 @@ def request_all(
         with suppress(RuntimeError):
             for _ in range(min(len(peers), MAX_CONCURRENT_REQUESTS) - 1):
                 pool.submit(request_remaining)
+        # Here, too: at a limit of processes, or while the interpreter is ending, no other thread can be started.
         request_remaining()
     return answers
 
 
 def connect(peer: Endpoint, own: Identity, seconds: float) -> socket.socket:
-    """Connect to the first address that accepts."""
     errors: list[OSError] = []
     addresses = reachable(list(peer.addresses), same_network=peer.identity.network == own.network)
     for address in addresses:
@@ -230,7 +218,7 @@ def connect(peer: Endpoint, own: Identity, seconds: float) -> socket.socket:
         else:
             keep_alive(connection)
             return connection
-    errors.sort(key=lambda error: not isinstance(error, ConnectionRefusedError))  # says most, so it goes first
+    errors.sort(key=lambda error: not isinstance(error, ConnectionRefusedError))  # a refusal says most: it goes first
     raise OSError("connect timed out") if not errors or isinstance(errors[0], TimeoutError) else errors[0]
 
 
@@ -249,7 +237,6 @@ def greet(token: str) -> bytes:
 
 
 def is_greeting(data: bytes, token: str) -> bool:
-    """Whether a process that knows ``token`` made the greeting."""
     return hmac.compare_digest(data[_NONCE_BYTES:], _prove(token, b"client", data[:_NONCE_BYTES]))
 
 
@@ -263,7 +250,7 @@ def _prove(token: str, side: bytes, nonce: bytes) -> bytes:
 
 
 def read_as(kind: Callable[..., _T], data: Mapping[str, Any]) -> _T:
-    """The dataclass ``kind`` of ``asdict()``, after a message in JSON, which has lists in place of tuples."""
+    """The inverse of ``asdict()`` for a dataclass ``kind``, after JSON: lists become tuples."""
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 
 
@@ -272,7 +259,7 @@ def encode_message(message: Message) -> bytes:
 
 
 def _read_proof(connection: socket.socket, limit: _Limit) -> bytes:
-    """The first bytes of the server; empty if there are none."""
+    """The first bytes of the server; fewer if the server closes the connection."""
     data = b""
     while True:
         with suppress(TimeoutError):
@@ -280,7 +267,7 @@ def _read_proof(connection: socket.socket, limit: _Limit) -> bytes:
             data += part
             if not part or len(data) == PROOF_BYTES:
                 return data
-        if limit.is_over():  # a stranger may send a byte at a time
+        if limit.is_over():  # another program at this port may send single bytes
             raise TimeoutError
 
 
@@ -309,16 +296,13 @@ def decode_message(data: bytearray) -> Message | None:
 
 
 def own_hosts() -> list[str]:
-    """Addresses of this host, the likeliest first.
-
-    Order: the interface set for gloo or NCCL, the route to the job's master, the default route, loopback.
-    """
+    """Addresses of this host: of the interface set for gloo or NCCL, to the job's master, to other hosts, loopback."""
     found = dict.fromkeys(host for host in _candidates() if not host.startswith("127.") and host != "::1")
     return [*found, "127.0.0.1"]
 
 
 def reachable(addresses: list[Address], *, same_network: bool) -> list[Address]:
-    """The addresses worth trying: loopback only in the same network namespace, and there first."""
+    """The addresses to try: loopback only in the same network namespace, and there first."""
     if same_network:
         return sorted(addresses, key=lambda address: not address[0].startswith("127."))
     return [address for address in addresses if not address[0].startswith("127.")]

@@ -4,12 +4,12 @@ A launcher looks at its processes about ten times a second. It names the first p
 and the lowest rank if several have ended since its last look. A rank that learned of the fault of another rank
 therefore ends later than the process of that rank.
 
-Python drops a SystemExit before it calls exit functions. Two facts stay. The outermost frame of the main thread shows
-whether the script returned or was left by an exception. And ``sys.exit()``, wrapped here, keeps the status and the line
-of its last call.
+Python drops a SystemExit before it calls exit functions. Two facts remain. The outermost frame of the main thread shows
+whether the script returned or an exception left it. And ``sys.exit()``, wrapped here, keeps the status and the line of
+its last call.
 
-A handler of the script may have stopped it after a signal. Known are a handler that called ``sys.exit()`` or raised
-the error, and a SIGTERM that left stacks in the report file; else it is known only that the script has a handler.
+A handler of the script may have stopped it after a signal. The signal is known if the handler called ``sys.exit()`` or
+raised the error, or if a SIGTERM left stacks in the report file. Otherwise only the handlers of the script are known.
 """
 
 import dis
@@ -32,21 +32,17 @@ from legacy_ddp._watchdog.status import AFTER_A_SIGNAL, LEFT_AFTER_LOSS, LEFT_NO
 
 
 class _Exit(NamedTuple):
-    """A call of ``sys.exit()``. ``signal``: the signal whose handler made it; or empty."""
-
     status: object
     line: str
-    signal: str
+    signal: str  # whose handler made the call; or empty
 
 
 _outermost: list[FrameType] = []  # of the main thread; one at most
 _last_exit: list[_Exit] = []  # one at most
 # Signals by which a user or a scheduler asks a process to end.
 _REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-# From the end of the awaited processes to the end of this process.
-_HEAD_START_SECONDS = 1.0
-# For a process that does not end: its rank may be in a debugger, or the script has caught the error.
-_LIMIT_SECONDS = 10.0
+_HEAD_START_SECONDS = 1.0  # from the end of the awaited processes to the end of this process
+_LIMIT_SECONDS = 10.0  # for a process that does not end: it may be in a debugger, or its script has caught the error
 _PAUSE_SECONDS = 0.02
 # In the texts of gloo and NCCL after the loss of a connection. A timeout says nothing about the end of a rank.
 _TRANSPORT = ("gloo/transport", "Connection closed by peer", "remote process exited", "NCCL communicator was aborted")
@@ -56,7 +52,7 @@ _TURN = "_legacy_ddp_turn"
 
 @cache
 def watch_exit() -> None:
-    """From now on, remember the last ``sys.exit()``."""
+    """Wrap ``sys.exit()`` to remember its last call."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
@@ -74,13 +70,10 @@ def watch_exit() -> None:
 
 
 def script_exit() -> SystemExit | None:
-    """At the end of the process: a SystemExit with the status of the last ``sys.exit()``; None after another end.
-
-    The script may have left by ``raise SystemExit``, or by the ``exit()`` of interactive sessions: then the text says
-    that the status is not known.
-    """
+    """At the end of the process: a SystemExit with the status of the last ``sys.exit()``; None after another end."""
     if not any(map(_was_left_by_an_exception, _outermost)):
         return None
+    # Without a call: the script left by `raise SystemExit`, or by the `exit()` of interactive sessions.
     return SystemExit(_last_exit[0].status if _last_exit else "its status is not known here")
 
 
@@ -93,14 +86,11 @@ def _was_left_by_an_exception(frame: FrameType) -> bool:
 
 
 class _Turn:
-    """Lets this process end one second after the last of ``processes``.
-
-    Processes on other hosts cannot be seen. A process that launched this process is not awaited: it may wait, too.
-    """
+    """Lets this process end one second after the last of ``processes``. Processes on other hosts cannot be seen."""
 
     def __init__(self, processes: Iterable[Identity]) -> None:
         self._running = list(processes)
-        self._ended_at: float | None = None  # None: no process was known, or none was looked at
+        self._ended_at: float | None = None  # None: there were no processes
         self._look()
 
     def wait(self) -> None:
@@ -112,7 +102,7 @@ class _Turn:
 
     def _look(self) -> bool:
         if self._running:
-            launcher = os.getppid()
+            launcher = os.getppid()  # not awaited: it may wait for this process
             states = [(process, visible_state(process)) for process in self._running if process.pid != launcher]
             self._running = [process for process, state in states if state in (RUNNING, ENDING)]
             self._ended_at = time.monotonic()
@@ -120,14 +110,14 @@ class _Turn:
 
 
 _last_turn: list[_Turn] = []  # one at most
-forget_turn = _last_turn.clear  # the script has gone on after the error
+forget_turn = _last_turn.clear  # for a script that goes on after the error
 
 
 def end_after(error: BaseException, processes: Iterable[Identity]) -> None:
     """Let ``processes`` end before this process, if ``error``, or an error that came from it, ends this process.
 
-    They end first also after :class:`SystemExit`, and if the reason for the end is not known: a script may catch
-    ``error``, and call ``sys.exit()`` later.
+    Also after a :class:`SystemExit`, and after an end for an unknown reason: a script may catch ``error``, and later
+    call ``sys.exit()``.
     """
     vars(error)[_TURN] = turn = _Turn(processes)
     _last_turn[:] = [turn]
@@ -136,7 +126,7 @@ def end_after(error: BaseException, processes: Iterable[Identity]) -> None:
 def await_turn(*, shows_exit: bool) -> None:
     """At the end of this process: wait for the processes that must end first.
 
-    ``shows_exit``: without an error of :func:`ending_error` the process ends normally.
+    ``shows_exit``: if :func:`ending_error` is None, the process ends normally.
     """
     error = ending_error()
     turns = [vars(link)[_TURN] for link in _chain(error) if _TURN in vars(link)]
@@ -182,7 +172,7 @@ def exit_reason(call: str) -> str:
 
 
 def _signal_text(error: BaseException | None) -> str:
-    """What is known of a signal before this end. ``error``: that ends the process."""
+    """What is known of a signal before this end. ``error``: ends the process."""
     trace = error.__traceback__ if error is not None else None
     of_error = _signal_of_handler(frame.f_code for frame, _ in walk_tb(trace))
     of_exit = _last_exit[0].signal if _last_exit and script_exit() else ""
@@ -205,12 +195,11 @@ def _handler_code(number: signal.Signals) -> CodeType | None:
 
 
 def error_behind(error: BaseException) -> BaseException:
-    """The error that was turned into an exit code, as ``torch.multiprocessing`` does; another error itself."""
+    """The error behind an exit code, as ``torch.multiprocessing`` makes one of an error; otherwise ``error``."""
     return next((link for link in _chain(error) if not _is_exit_code(link)), error)
 
 
 def _is_exit_code(error: BaseException) -> TypeGuard[SystemExit]:
-    """Whether ``error`` is a number that only says that the process failed."""
     return isinstance(error, SystemExit) and isinstance(error.code, int) and error.code != 0
 
 

@@ -1,4 +1,4 @@
-"""Processes as the kernel shows them, and what the training thread of this process does: phase and stack."""
+"""Processes as the kernel shows them, and phase and stack of the training thread of this process."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ from legacy_ddp._steps.policy import closure_owner, local_work_text
 from legacy_ddp._text import printable, shorten
 
 RUNNING, STOPPED, TRACED, DEAD, UNKNOWN = "running", "stopped", "held by a debugger", "dead", ""
-ENDING = "ending"  # its sockets may be closed, and its launcher does not know of the end yet
+ENDING = "ending"  # its sockets may be closed, and its launcher does not yet know of the end
 _DISK_WAIT = "D"
 _STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
 # Fields of /proc/<pid>/stat behind the name of the command, see proc(5): field 3, field 9, and field 22.
@@ -28,17 +28,13 @@ _PF_EXITING = 0x4  # Linux, sched.h
 
 @dataclass(frozen=True)
 class Identity:
-    """A process. ``machine``: equal for processes that can see each other in /proc, if nothing hides them.
-
-    ``started``: the start time; a later process may get the same pid. ``network``: equal for processes with the same
-    loopback interface.
-    """
+    """A process."""
 
     host: str
     pid: int
-    started: str
-    machine: str
-    network: str = ""
+    started: str  # the start time: a later process may get the same pid
+    machine: str  # equal for processes that see each other in /proc, if nothing hides them
+    network: str = ""  # equal for processes with the same loopback interface
 
 
 def own_identity() -> Identity:
@@ -46,10 +42,10 @@ def own_identity() -> Identity:
 
 
 def visible_state(process: Identity) -> str:
-    """``running``, ``stopped``, ``held by a debugger``, ``ending`` or ``dead``; empty where /proc does not show it.
+    """``running``, ``stopped``, ``held by a debugger``, ``ending`` or ``dead``; empty if /proc does not show it.
 
-    "dead" is not certain: there is no entry of a process of another user that is hidden (``hidepid``), and a process
-    of another time namespace has another start time here. ``state_of`` of ``client`` is certain.
+    "dead" is not certain: /proc may hide processes of other users (``hidepid``), and a process in another time
+    namespace has another start time here. ``state_of()`` in ``client`` is certain.
     """
     if not process.machine or process.machine != _machine():
         return UNKNOWN
@@ -57,7 +53,7 @@ def visible_state(process: Identity) -> str:
         fields = _stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return DEAD
-    except OSError:  # a limit of this process, not the state of the other: no more files can be opened
+    except OSError:  # this process cannot open more files
         return UNKNOWN
     if fields[_STARTED] != process.started:
         return DEAD
@@ -66,7 +62,7 @@ def visible_state(process: Identity) -> str:
 
 
 def moved_bytes() -> int:
-    """Bytes read and written by this process through files and pipes until now; 0 without /proc."""
+    """Bytes that this process has read and written through files and pipes; 0 without /proc."""
     try:
         counts = dict(line.split(":") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     except OSError:
@@ -75,15 +71,13 @@ def moved_bytes() -> int:
 
 
 def busy_seconds() -> float:
-    """Seconds until now in which this process computed, or in which its main thread waited for a processor.
-
-    On a crowded machine a thread that computes gets a small share of a processor.
-    """
+    """Seconds in which this process computed, or its main thread waited for a processor."""
+    # The wait counts, because on a crowded machine a thread that computes gets a small share of a processor.
     return time.process_time() + _queued_seconds(Path("/proc/self/schedstat"))
 
 
 def waits_for_disk() -> bool:
-    """Whether the main thread waits in the kernel, as for a disk. False without /proc."""
+    """Whether the main thread waits in the kernel, for example for a disk. False without /proc."""
     try:
         return _stat(os.getpid())[_STATE] == _DISK_WAIT
     except OSError:
@@ -91,10 +85,7 @@ def waits_for_disk() -> bool:
 
 
 def queued_seconds(process: Identity) -> float:
-    """Seconds until now in which the threads of the process, together, were ready to run and waited for a processor.
-
-    0 if this process cannot see ``process``, and after its end.
-    """
+    """Seconds in which the threads of ``process``, together, waited for a processor; 0 if it has ended or is hidden."""
     if not process.machine or process.machine != _machine():
         return 0.0
     try:
@@ -106,8 +97,8 @@ def queued_seconds(process: Identity) -> float:
 
 
 def _queued_seconds(schedstat: Path) -> float:
-    """The second number of schedstat: the time in which a thread was ready to run and did not run."""
     try:
+        # The second number: the time in which a thread was ready to run and did not run.
         return int(schedstat.read_text(encoding="ascii").split()[1]) * 1e-9
     except (OSError, IndexError, ValueError):  # the thread has ended, or Linux does not count
         return 0.0
@@ -127,11 +118,9 @@ def _started(pid: int) -> str:
 
 @cache
 def _machine() -> str:
-    """Boot and pid namespace: containers on one machine do not see each other's processes. Empty without /proc.
-
-    Also empty if /proc belongs to another pid namespace: the numbers in it are of other processes.
-    """
+    """Boot and pid namespace: containers on one machine do not see each other's processes. Empty without /proc."""
     try:
+        # False if /proc belongs to another pid namespace: its numbers are of other processes.
         is_own = os.readlink("/proc/self") == str(os.getpid())
         return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}" if is_own else ""
     except OSError:
@@ -139,7 +128,6 @@ def _machine() -> str:
 
 
 def _network() -> str:
-    """Boot and network namespace; without /proc the name of the host."""
     try:
         return f"{boot_id()}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -158,61 +146,56 @@ HOOK = "hook"  # the phase of a call that runs the user's communication hook
 RUN = "run"  # the phase of a cross-check that runs the user's function
 _MAX_FRAMES, _MAX_FRAME_COLUMNS = 12, 200
 _PACKAGE = str(Path(__file__).parents[1])
-# Library files that are frames around user code: the step guard wraps closures, a strategy wraps the training loop.
+# Files of this package with frames around user code: the step guard calls closures, a strategy calls the training loop.
 _AROUND_USER_CODE = (f"{_PACKAGE}/_steps/guard.py", f"{_PACKAGE}/lightning/")
 _PATHS = sysconfig.get_paths()
 LIBRARIES = (_PACKAGE, _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<frozen")
 
 
 class ActivityMark(NamedTuple):
-    """The phase entered last. ``call``: "" outside of calls; ``thread``: its ident; ``changes``: phases entered."""
+    """The phase entered last."""
 
-    call: str
+    call: str  # empty outside of calls
     phase: str
     since: float
-    thread: int
-    changes: int
+    thread: int  # its ident
+    changes: int  # the number of phases entered
 
 
-new_mark = tuple.__new__  # the constructor of a NamedTuple is a function in Python, and takes three times as long
+new_mark = tuple.__new__  # the constructor of a NamedTuple is a Python function, and takes three times as long
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Phase and stack of a process at one moment.
-
-    ``changes`` grows with every change of the phase. ``stack``: innermost frame last. ``line``: the innermost frame in
-    the user's code. ``closure``: the optimizer whose closure runs, as :func:`closure_owner`. ``local_work``: open
-    ``no_sync()`` blocks, and calls inside them, as text.
-    """
+    """Phase and stack of a process at one moment."""
 
     call: str
     phase: str
     age_seconds: float
-    changes: int
-    stack: tuple[str, ...]
-    line: str = ""
-    closure: str = ""
-    local_work: str = ""
+    changes: int  # the number of phases entered
+    stack: tuple[str, ...]  # innermost frame last
+    line: str = ""  # the innermost frame in user code
+    closure: str = ""  # the optimizer whose closure runs, see closure_owner()
+    local_work: str = ""  # open no_sync() blocks, and calls inside them, as text
 
 
 class Activity:
-    """The current phase of one thread. ``mark``: the phase entered last.
+    """The current phase of one thread.
 
-    To enter a phase costs the thread a microsecond; a sample costs it nothing, the reader does the work.
+    To enter a phase costs the thread a microsecond. A sample costs it nothing: the thread that samples does the work.
     """
 
     def __init__(self) -> None:
         self.mark = ActivityMark("", USER_CODE, time.monotonic(), threading.main_thread().ident or 0, 0)
 
     def enter(self, phase: str, call: str = "") -> ActivityMark:
-        """Record the phase of the calling thread. Returns the phase before."""
+        """Record the phase of the calling thread. Returns the previous mark."""
         before = self.mark
         self.mark = new_mark(ActivityMark, (call, phase, time.monotonic(), threading.get_ident(), before.changes + 1))
         return before
 
     def sample(self) -> Sample:
-        """Sample the thread that entered the last phase. Backward and a debugger are recognised by the stack."""
+        """Sample the thread that entered the last phase. The stack shows backward and a debugger."""
         mark = self.mark
         running = list(outward(sys._current_frames().get(mark.thread)))
         frames = [_read_frame(frame) for frame in running][::-1]
@@ -251,10 +234,7 @@ class _Frame(NamedTuple):
 
 
 def _read_frame(frame: FrameType) -> _Frame:
-    """File and line of a frame.
-
-    Without the traceback module, which reads source files, perhaps from the disk that blocks all ranks.
-    """
+    # Not by the traceback module: it reads source files, perhaps from the disk that blocks all ranks.
     code = frame.f_code
     path = "/".join(Path(code.co_filename).parts[-2:])  # enough to find the file, and short enough for a line
     return _Frame(code.co_filename, shorten(f"{path}:{frame.f_lineno} in {code.co_name}", _MAX_FRAME_COLUMNS))
@@ -269,12 +249,11 @@ def _frames_into_call(frames: list[_Frame], *, with_user_code: bool) -> list[_Fr
 
 
 def _is_library_call(filename: str) -> bool:
-    """Whether the file is part of a library call; files around user code are not."""
     return filename.startswith(_PACKAGE) and not filename.startswith(_AROUND_USER_CODE)
 
 
 def _innermost(frames: Sequence[_Frame], own: Sequence[_Frame]) -> tuple[str, ...]:
-    """The innermost frames, at most ``_MAX_FRAMES``, with the user's own line first if it is further out."""
+    """At most ``_MAX_FRAMES`` innermost frames. The user's own line is first if it is not among them."""
     shown = list(frames[-_MAX_FRAMES:])
     texts = [entry.text for entry in shown]
     if own and own[-1] not in shown:

@@ -32,16 +32,14 @@ _NO_PART_OF_A_NAME = re.compile(r"[^\w.-]")  # of a file; a host may have any na
 
 
 def sigterm_has_come() -> bool:
-    """Whether a SIGTERM has left stacks in a report file, and this process has gone on. False if that is not known."""
+    """Whether a SIGTERM has left stacks in a report file, and this process has gone on. False if not known."""
     return bool(_sigterm_came) or any(file.has_stacks() for file in _open)
 
 
 def is_faulthandler_registered(number: int) -> bool:
-    """Whether faulthandler handles the signal ``number``.
-
-    faulthandler has no query, and a second registration would replace the file of the first. But faulthandler's handler
-    is one C function for all signals: registering a free signal for a moment gives the address for the comparison.
-    """
+    """Whether faulthandler handles the signal ``number``."""
+    # faulthandler does not tell, and a second registration would replace the file of the first. But its handler is one
+    # C function for all signals: a short registration for a free signal gives the address for a comparison.
     handler = _handler_of(number)
     if handler in _NO_HANDLER:
         return False
@@ -62,10 +60,11 @@ _sigterm_came: list[bool] = []  # True, once a closed file had stacks
 
 
 class ReportFile:
-    """A file for reports, opened before anything is wrong: at its end a process may have time for a single write only.
+    """A file for reports. :meth:`close` removes it if no report was written.
 
-    Readable by the owner alone: stacks name files and functions. Removed by :meth:`close` if no report was written.
-    ``directory=None``: the directory for temporary files; if no file can be made there, ``path`` is the null device.
+    It is open from the start, because a process that ends may have time for only one write. Only the owner can read
+    it, because stacks name files and functions. ``directory=None``: the directory for temporary files; if no file can
+    be made there, ``path`` is the null device.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, rank: int, size: int) -> None:
@@ -73,10 +72,9 @@ class ReportFile:
         stem = f"legacy_ddp-{_NO_PART_OF_A_NAME.sub('_', host)}-rank{rank}-pid{os.getpid()}"
         self._owner = os.getpid()
         self._is_empty = True
-        self._own_bytes = 0  # the others are stacks
-        # ``_no_file``: the reason for having no file; ``_problem``: the reason if the last report is not in the file.
+        self._own_bytes = 0  # the other bytes of the file are stacks
         self.path, self._descriptor, self._no_file = _open_file(directory, stem, rank)
-        self._problem = self._no_file
+        self._problem = self._no_file  # why the last report is not in the file; empty if it is
         head = f"rank {rank} of {size}, process {os.getpid()} on {host}\n({_stacks_note(rank)})"
         with suppress(OSError):  # a full disk is no reason not to train
             self._write(head)
@@ -84,13 +82,12 @@ class ReportFile:
         _dump_stacks_into_newest()
 
     def append(self, text: str) -> bool:
-        """Append a report with a single write: after a kill the file holds all of the report or nothing.
+        """Append a report with one write: after a kill the file holds all of the report or nothing of it.
 
-        Returns:
-            Whether the report is in the file. A full disk is no error; log the text then. Also True after
-            :meth:`close`: the other ranks report the end of this rank, also to this rank.
+        Returns whether the report is in the file. If not, for example on a full disk, log the text. True after
+        :meth:`close`.
         """
-        if self._descriptor == _CLOSED:
+        if self._descriptor == _CLOSED:  # other ranks report the end of this rank, also to this rank
             return True
         self._problem = self._no_file
         try:
@@ -101,7 +98,7 @@ class ReportFile:
         return not self._problem
 
     def where(self, prefix: str) -> str:
-        """``prefix`` and the path; instead of both the reason, if the last report is not in the file."""
+        """``prefix`` and the path; or the reason alone, if the last report is not in the file."""
         return printable(self._problem or f"{prefix} {self.path}")
 
     def close(self) -> None:
@@ -134,14 +131,14 @@ class ReportFile:
 
     def _write(self, text: str) -> None:
         data = f"[{datetime.now().astimezone().isoformat(' ', 'seconds')}]\n{printable_lines(text)}\n\n".encode()
-        while data:  # a disk that gets full takes a part of the data first, then raises
+        while data:  # a disk that gets full first takes a part of the data, then raises
             written = os.write(self._descriptor, data)
             data = data[written:]
             self._own_bytes += written
 
 
 def _open_file(directory: str | os.PathLike[str] | None, stem: str, rank: int) -> tuple[Path, int, str]:
-    """Path and descriptor of a new file, and the reason if the null device replaces it."""
+    """Path and descriptor of a new file, and the reason if the path is the null device."""
     try:
         folder = Path(tempfile.gettempdir() if directory is None else directory).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +155,7 @@ def _open_file(directory: str | os.PathLike[str] | None, stem: str, rank: int) -
 
 
 def _create(folder: Path, stem: str) -> tuple[Path, int]:
-    """Create a new file, never open an existing one: the directory may be writable for all users."""
+    """Create a new file. Never opens an existing one: all users may be able to write to the directory."""
     for attempt in range(1000):
         path = folder / (f"{stem}.txt" if attempt == 0 else f"{stem}-{attempt}.txt")
         with suppress(FileExistsError):
@@ -167,11 +164,8 @@ def _create(folder: Path, stem: str) -> tuple[Path, int]:
 
 
 def _dump_stacks_into_newest() -> None:
-    """Point faulthandler at the newest open file; after the last was closed, the last file stays.
-
-    A launcher ends the siblings of a failed rank with SIGTERM, perhaps before the failure reaches the siblings. The
-    last file serves a process that hangs at its exit.
-    """
+    """Let faulthandler write to the newest open file. A launcher ends the other ranks after a failure with SIGTERM."""
+    # After the last file was closed, its copy stays: for a process that hangs at its exit.
     if _open:
         os.dup2(_open[-1]._descriptor, _stacks_descriptor(), inheritable=False)
 
@@ -187,13 +181,13 @@ def _stacks_note(rank: int) -> str:
 
 @cache
 def _register_stacks() -> bool:
-    """Register faulthandler to write stacks at a SIGTERM; False if the user's code registered faulthandler before.
+    """Register faulthandler to write stacks at a SIGTERM; False if the user's code registered it before.
 
-    The handler is C code, works in any state of Python, and then calls the previous handler. The handler is never
-    unregistered: this would remove a handler that the user has set later, too.
+    Its handler is C code that works in any state of Python, and then calls the previous handler.
     """
     if is_faulthandler_registered(signal.SIGTERM):
         return False
+    # Never unregistered: this would also remove a handler that the user has set later.
     faulthandler.register(signal.SIGTERM, file=_stacks_descriptor(), all_threads=True, chain=True)
     return True
 
@@ -209,28 +203,20 @@ _SECTION = "Ranks have waited"
 
 @dataclass(frozen=True)
 class Report:
-    """A text for all ranks, and the missing ranks.
+    """A text for all ranks, and the missing ranks."""
 
-    ``head``: the first lines of ``text``, unwrapped. ``summary``: the missing ranks and their activity; equal in two
-    reports if nothing has changed. ``is_progressing``: all missing ranks make progress. ``is_busy``: all missing ranks
-    make progress or compute, perhaps in a loop. ``reporters``: a rank of each host, to show the report there, if
-    possible a waiting rank. ``is_late``: nothing broke, the time limit was reached. ``call`` and ``phase``: where the
-    farthest rank is. ``seconds``: the longest wait. ``states``: the ranks by equal state, with what was heard of them,
-    ready for JSON.
-    """
-
-    head: str
+    head: str  # the first lines of `text`, unwrapped
     text: str
-    summary: str
+    summary: str  # the missing ranks and their activity; equal in two reports if nothing has changed
     missing: tuple[int, ...]
-    reporters: tuple[int, ...]
-    is_progressing: bool = False
-    is_busy: bool = False
-    is_late: bool = False
-    call: str = ""
-    phase: str = ""
-    seconds: float = 0.0
-    states: Sequence[Mapping[str, Any]] = ()
+    reporters: tuple[int, ...]  # a rank of each host that shows the report there, if possible a waiting rank
+    is_progressing: bool = False  # all missing ranks make progress
+    is_busy: bool = False  # all missing ranks make progress or compute, perhaps in a loop
+    is_late: bool = False  # nothing broke, but the time limit was reached
+    call: str = ""  # of the farthest rank
+    phase: str = ""  # of the farthest rank
+    seconds: float = 0.0  # the longest wait
+    states: Sequence[Mapping[str, Any]] = ()  # the ranks by equal state, ready for JSON
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -240,7 +226,7 @@ class Report:
 
     @property
     def filed(self) -> str:
-        """The text for the report file: the text for a reader, and everything in a line of JSON."""
+        """The text for the report file: for a reader, then a line of JSON with the rest."""
         return f"{self.text}\n\n{json.dumps(self.facts)}"
 
 
@@ -262,7 +248,7 @@ class WarningPolicy:
         self._last = self.last_in_full = None
 
     def is_due(self, waited_seconds: float) -> bool:
-        """Whether to check the other ranks now. If True, end with :meth:`end_check`; due again after twice the time."""
+        """Whether to check the other ranks now. After True, :meth:`end_check` must follow."""
         if waited_seconds < self._next_seconds or self._is_checking:
             return False
         self._next_seconds = 2 * waited_seconds
@@ -273,8 +259,8 @@ class WarningPolicy:
         self._is_checking = False
 
     def warn(self, report: Report) -> None:
-        """Log a report in full and write the file, if the report is new and bad; else log a line."""
-        # A computing rank may be in an endless loop: one line the first time in each place, the full report afterwards.
+        """Log a report in full and write it to the file, if it is new and a rank makes no progress; else log a line."""
+        # A computing rank may be in an endless loop: a line for its first report in each place, later the full report.
         is_new_work = report.is_busy and not _is_same(report, self._last)
         if report.is_progressing or is_new_work:
             self._log(f"{report.head}, alive{'' if report.is_progressing else ' and busy'}", report)
@@ -311,23 +297,23 @@ class WarningPolicy:
         self._last = None
 
     def tell_in_full(self, report: Report) -> bool:
-        """Log a report in full and write the file; return whether this rank is the one that logs."""
+        """Log a report in full and write it to the file; return whether this rank logs."""
         self._file.append(report.filed)
         return self._log(f"{report.text}\n({self._file.where(_REPORTS)})\n{how_to_explain(_SECTION)}", report)
 
     def tell_completion(self, call: str) -> None:
-        """Log that a payload, of which this rank has logged a report, is complete."""
+        """Log that a payload is complete, after this rank has logged a report on it."""
         text = "%s: the payload is complete now on rank %d"
         self._logger.warning(text, call, self._rank, extra={"event": "arrived", "call": call, "phase": "payload"})
 
     def end(self, call: str) -> None:
-        """The call has succeeded after a report in full: log this."""
+        """Log that the call has succeeded, if a report on it was logged in full."""
         if self.last_in_full is not None:
             text = f"{call}: all ranks have arrived, and the call has succeeded"
             self._log(text, self.last_in_full, {"event": "arrived", "call": call})
 
     def notify_loss(self, text: str, report: Report) -> None:
-        """Log a loss at once: a launcher may end this process before any exception is raised."""
+        # At once: a launcher may end this process before any exception is raised.
         self._logger.warning("%s (%s)", text, self._file.where(_REPORTS), extra=_fields("lost", report))
 
     def save(self, report: Report, introduction: str = "") -> None:
@@ -337,7 +323,7 @@ class WarningPolicy:
             self._logger.warning("%s%s\n(%s)", introduction, report.text, where, extra=_fields("lost", report))
 
     def _log(self, text: str, report: Report, fields: Mapping[str, Any] | None = None) -> bool:
-        """Write the text to the log if this rank is the reporter of its host; return whether it is."""
+        """Log if this rank is the reporter of its host; return whether it is."""
         if self._rank in report.reporters:
             self._logger.warning("%s", text, extra=fields or _fields("waiting", report))
         return self._rank in report.reporters

@@ -1,6 +1,6 @@
-"""Status server of a rank: answers requests of other ranks and notices the end of neighbouring processes.
+"""Status server of a rank, and tasks outside of the training thread.
 
-Its threads, and the tasks of the watchdog, run outside of the training thread.
+The server answers requests of other ranks, and notices the end of the processes of the two neighbouring ranks.
 """
 
 import hmac
@@ -37,16 +37,15 @@ from legacy_ddp._watchdog.process import own_identity
 
 _MAX_STRANGERS = 128  # connections
 _NEVER = float("inf")
-# Pause after a failed accept() for want of a descriptor: an immediate retry would fail, too.
-_ACCEPT_PAUSE_SECONDS = 0.1
-# How long a rank that ends waits for the first connection of the neighbour before it. Most ranks have it for long.
+_ACCEPT_PAUSE_SECONDS = 0.1  # after accept() found no free descriptor: an immediate retry would fail, too
+# How long a rank that ends waits for the connection of the neighbour before it. Mostly the connection exists already.
 _FAREWELL_SECONDS = ANSWER_SECONDS / 2
 
 
 class BackgroundTasks:
-    """A thread per task, and a reserve thread for tasks when no more threads can be started.
+    """A thread for each task, and a reserve thread for tasks when no more threads can be started.
 
-    An error in a task is logged for ``rank`` and ends nothing else: training continues without the watchdog.
+    An error in a task is logged, and training continues.
     """
 
     def __init__(self, rank: int) -> None:
@@ -62,8 +61,8 @@ class BackgroundTasks:
             self._pending.put(task)
 
     def sleep_and_run_pending(self, seconds: float) -> None:
-        """Sleep, then run a pending task: the calling thread may be waiting for the result."""
         time.sleep(seconds)
+        # The calling thread may be the reserve thread, and may wait for the result of a pending task.
         with suppress(Empty):
             if task := self._pending.get_nowait():
                 task()
@@ -88,7 +87,6 @@ class BackgroundTasks:
 
 
 def start_thread(target: Callable[[], None]) -> threading.Thread:
-    """Start a thread without which the watchdog cannot work."""
     try:
         return _start(target)
     except RuntimeError as error:
@@ -107,8 +105,7 @@ def _start(target: Callable[[], None]) -> threading.Thread:
 class StatusServer:
     """The listening socket of a rank, and monitor connections to the two neighbours.
 
-    A monitor connection stays open, so the kernel shows the end of the neighbour's process at once. The thread starts
-    in the constructor: if no thread can be started, no other rank depends on this server yet.
+    A monitor connection stays open, so the kernel shows the end of the neighbour's process at once.
     """
 
     def __init__(
@@ -137,13 +134,13 @@ class StatusServer:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
         try:
+            # Here: if no thread can be started, no other rank depends on this server yet.
             self._thread = start_thread(self._serve)
         except OSError:
             self._close_all()
             raise
 
     def start(self, neighbour: Endpoint | None) -> None:
-        """Answer from now on, and open a monitor connection to ``neighbour``."""
         self._neighbour = neighbour
         self._started.set()
 
@@ -156,12 +153,12 @@ class StatusServer:
             self._thread.join(ANSWER_SECONDS)
 
     def wake(self) -> None:
-        """Wake up the thread, because ``look`` has a new answer."""
+        """Wake the thread, because ``look`` has a new answer."""
         with suppress(OSError):
             self._wake_sender.send(b"x")
 
     def after_fork(self) -> None:
-        """In a forked child: close the parent's sockets; an open copy would hide the end of the parent."""
+        """In a forked child: close the parent's sockets. An open copy would hide the end of the parent."""
         for sock in (self._listener, self._wake_receiver, self._wake_sender, *self._connections):
             sock.close()
 
@@ -172,8 +169,8 @@ class StatusServer:
         while self._wake_receiver in self._selector.get_map():
             seconds = [limit for limit in (self._next_timeout(), self._look()) if limit is not None]
             self._handle_ready(min(seconds, default=None))
-        # The neighbour before this rank connects in its first call, perhaps a moment from now: without the exit reason
-        # it would report that this rank ended unexpectedly. All input that has arrived is handled.
+        # The neighbour before this rank may connect only now, in its first call. Without the exit reason it would
+        # report that this rank ended unexpectedly. All input that has arrived is handled.
         deadline = time.monotonic() + _FAREWELL_SECONDS
         while self._handle_ready(max(0.0, deadline - time.monotonic()) if self._awaits_monitor() else 0):
             pass
@@ -183,7 +180,7 @@ class StatusServer:
         return self._neighbour is not None and not self._was_monitored
 
     def _handle_ready(self, seconds: float | None) -> int:
-        """Wait up to ``seconds`` (None: without limit) for input; handle all ready sockets and return their number."""
+        """Wait up to ``seconds`` (None: no limit) for input; handle all ready sockets and return their number."""
         ready = self._selector.select(seconds)
         for key, _ in ready:
             sock: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
@@ -207,10 +204,9 @@ class StatusServer:
                 self._evict(sock)
 
     def _next_timeout(self) -> float | None:
-        """Evict connections past the deadline, and strangers above the limit.
+        """Seconds until the next deadline, or the end of a pause in accepting; None if there is neither.
 
-        Returns:
-            Seconds until the next deadline or the end of a pause in accepting; None if there is neither.
+        Evicts connections after their deadline, and strangers above the limit.
         """
         now = time.monotonic()
         late = [sock for sock, connection in self._connections.items() if connection.deadline < now]
@@ -234,7 +230,7 @@ class StatusServer:
         ]
 
     def _monitor(self, neighbour: Endpoint) -> None:
-        """Open the monitor connection. Without a wait: in a ring every rank would wait for the next."""
+        # Does not wait for the proof of the neighbour: the ranks are a ring, and every rank would wait for the next.
         with suppress(OSError):
             greeting = greet(neighbour.token)
             sock = connect(neighbour, self.endpoint.identity, ANSWER_SECONDS)
@@ -245,7 +241,7 @@ class StatusServer:
         try:
             sock = self._listener.accept()[0]
             self._register(sock, _Connection(None, deadline=time.monotonic() + ANSWER_SECONDS))
-        except OSError:  # the client has gone, or the limit of descriptors is reached: free some before the next try
+        except OSError:  # the client has gone, or no descriptor is free: free some before the next try
             for sock in self._strangers():
                 self._evict(sock)
             self._selector.unregister(self._listener)
@@ -257,8 +253,8 @@ class StatusServer:
         self._connections[sock] = connection
 
     def _receive(self, sock: socket.socket, connection: "_Connection") -> None:
-        """Read what is there: no more than the first bytes of the other side until these have proved the token."""
         try:
+            # Until the other side has proved the token, no more than its first bytes.
             part = sock.recv(PART_BYTES if connection.is_authentic else connection.missing_bytes)
         except BlockingIOError:
             return
@@ -271,7 +267,7 @@ class StatusServer:
             self._authenticate(sock, connection)
 
     def _authenticate(self, sock: socket.socket, connection: "_Connection") -> None:
-        """Go on with a process that knows the token; close the connection of another process."""
+        """Close the connection of a process that does not know the token."""
         first, connection.received = bytes(connection.received), bytearray()
         if connection.expected:
             connection.is_authentic = hmac.compare_digest(first, connection.expected)
@@ -292,14 +288,14 @@ class StatusServer:
             self._end(sock, connection, message)
         elif message.get("request") == "monitor":
             keep_alive(sock)
-            # The neighbour may have left already: the rest may hold its exit reason.
+            # The neighbour may already have left: the rest may hold its exit reason.
             connection.rank, connection.deadline, connection.received = _rank_in(message), _NEVER, rest
             self._was_monitored = True
         else:
             self._reply(sock, message)
 
     def _end(self, sock: socket.socket, connection: "_Connection", message: Message | None) -> None:
-        """End a connection. ``message``: the last one, with the exit reason of a neighbour."""
+        """End a connection. ``message``: the last; of a neighbour, with its exit reason."""
         self._evict(sock)
         if connection.rank is not None:
             reason = message.get("exit_reason") if message else None
@@ -333,17 +329,13 @@ class StatusServer:
 
 @dataclass
 class _Connection:
-    """An open connection, until ``deadline``. ``rank``: the neighbour, for a monitor connection.
+    """An open connection."""
 
-    ``expected``: the first bytes of the neighbour that this rank has connected to; empty: a client sends a greeting.
-    ``is_authentic``: these bytes have come.
-    """
-
-    rank: int | None
+    rank: int | None  # of a neighbour, for a monitor connection
     deadline: float = _NEVER
-    expected: bytes = b""
+    expected: bytes = b""  # the first bytes of the neighbour this rank connected to; empty: a client sends a greeting
     received: bytearray = field(default_factory=bytearray)
-    is_authentic: bool = False
+    is_authentic: bool = False  # the first bytes have proved the token
 
     @property
     def missing_bytes(self) -> int:

@@ -47,27 +47,24 @@ _LOOK_AGAIN_SECONDS = 1.0
 
 class Progress(IntEnum):
     NOT_BEGUN = auto()
-    ISSUING = auto()  # the host is inside of the collectives, for example because the backend connects the devices
+    ISSUING = auto()  # the host is inside the collectives, for example because the backend connects the devices
     RUNNING = auto()
     COMPLETE = auto()
 
 
 @dataclass(frozen=True)
 class PayloadState:
-    """The payloads of a rank, numbered by the calls on the group.
+    """The payloads of a rank, numbered by the calls on the group."""
 
-    ``begun``, ``issued``: the newest; ``complete``: the newest up to which all are complete. ``serial``, ``call``,
-    ``devices``, ``seconds``: the oldest that is not complete. ``is_late``: this one is worth a report.
-    """
-
-    begun: int = 0
-    issued: int = 0
-    complete: int = 0
+    begun: int = 0  # the newest
+    issued: int = 0  # the newest
+    complete: int = 0  # all are complete up to this one
+    # The rest is of the oldest payload that is not complete.
     serial: int = 0
     call: str = ""
     devices: str = ""
     seconds: float = 0.0
-    is_late: bool = False
+    is_late: bool = False  # was reported
 
     def progress(self, serial: int) -> Progress:
         reached = (serial <= self.begun) + (serial <= self.issued) + (serial <= self.complete)
@@ -76,23 +73,21 @@ class PayloadState:
 
 @dataclass
 class Payload:
-    """The payload of a call. ``words``: empty until it is issued. ``is_told``: this rank has logged the report."""
-
     serial: int
     call: str
     devices: Sequence[torch.device]
     begun_at: float
-    words: Sequence[torch.Tensor] = ()
+    words: Sequence[torch.Tensor] = ()  # one for each device; empty until the payload is issued
     is_reported: bool = False
-    is_told: bool = False
+    is_told: bool = False  # this rank has logged the report
 
     def is_complete(self) -> bool:
-        """Whether all devices have written this call, or a later one, to their words."""
+        # A device may have written a later call to its word.
         return bool(self.words) and all(int(word) >= self.serial for word in self.words)
 
 
 class PayloadWatch:
-    """The payloads of one rank that may still run. The training thread adds them, the watchdog's threads look."""
+    """The payloads of one rank that may still run. The training thread adds them, threads of the watchdog look."""
 
     def __init__(self, warn_after_seconds: float) -> None:
         self._warn_after_seconds = warn_after_seconds
@@ -110,18 +105,18 @@ class PayloadWatch:
     def begin(self, serial: int, call: str, places: Sequence[torch.device]) -> None:
         """The host begins to issue the payload of call ``serial`` on the devices ``places``."""
         with self._lock:
-            # Without those that were reported: their end is worth a line, see take_completed().
+            # Those that were reported stay: their completion is worth a line, see take_completed().
             while self._payloads and not self._payloads[0].is_reported and self._drop_complete():
                 pass
             self._payloads.append(Payload(serial, call, places, time.monotonic()))
             self._begun = serial
 
     def issue(self) -> None:
-        """The payload is issued: let each device write its number, behind the payload. The host does not wait."""
+        """The payload is issued: each device writes the number of the call after it. The host does not wait."""
         payload = self._payloads[-1]
         words = [self._word(place, payload.serial) for place in payload.devices]
         for place, word in zip(payload.devices, words, strict=True):
-            # A tensor of its own per call: the next call may use another stream.
+            # A new tensor for each call, because the next call may use another stream.
             word.copy_(torch.full((), payload.serial, dtype=torch.int32, device=place), non_blocking=True)
         with self._lock:
             payload.words = words
@@ -135,7 +130,7 @@ class PayloadWatch:
                 self._payloads.pop()
 
     def take_late(self) -> Payload | None:
-        """The payload to report now, once each. Only the oldest: later ones wait for it."""
+        """The payload to report now; each is returned once. Only the oldest: later payloads wait for it."""
         with self._lock:
             oldest = self._oldest()
             if oldest is None or oldest.is_reported or self._age(oldest) < self._warn_after_seconds:
@@ -151,16 +146,13 @@ class PayloadWatch:
             return completed
 
     def seconds_to_look(self) -> float | None:
-        """Seconds until a payload may be late; None before the first payload.
-
-        A payload that begins meanwhile is not late before.
-        """
+        """Seconds until a payload may be late; None before the first payload."""
         with self._lock:
             if not self.is_used:
                 return None
             oldest = self._oldest()
             if oldest is None:
-                return self._warn_after_seconds
+                return self._warn_after_seconds  # a payload that begins now is not late before
             if oldest.is_reported:
                 return _LOOK_AGAIN_SECONDS
             return max(0.0, self._warn_after_seconds - self._age(oldest))
@@ -185,7 +177,7 @@ class PayloadWatch:
         return next((payload for payload in self._payloads if not payload.is_complete()), None)
 
     def _age(self, oldest: Payload) -> float:
-        """Seconds since the payload began, or since an earlier one was seen complete: the host may be far ahead."""
+        # The host may be far ahead: count from the completion of an earlier payload.
         return time.monotonic() - max(oldest.begun_at, self._advanced_at)
 
     def _drop_complete(self) -> Payload | None:
@@ -210,24 +202,19 @@ _PHASES = ("plan", "pack", "digest", "agree", RUN, "compare", "metrics", HOOK, "
 
 @dataclass(frozen=True)
 class Row:
-    """The known status of a rank.
-
-    ``sample``: None without an answer. ``serial``: calls begun on the group. ``process``: the state of the process in
-    the kernel, if a rank on the same machine answered. ``note``: the exit reason, or the error. ``has_wrapper``: false
-    if only the function ``all_reduce_gradients()`` made calls on the group.
-    """
+    """The known status of a rank."""
 
     rank: int
     host: str
     pid: int
     outcome: Outcome
-    sample: Sample | None = None
-    serial: int = 0
+    sample: Sample | None = None  # None without an answer
+    serial: int = 0  # calls begun on the group
     in_call: bool = False
     last_call: str = ""
-    process: str = ""
-    note: str = ""
-    has_wrapper: bool = True
+    process: str = ""  # its state in the kernel, if a rank on the same machine answered
+    note: str = ""  # the exit reason, or the error
+    has_wrapper: bool = True  # False: the group has only calls of the function all_reduce_gradients()
     is_advancing: bool = False
     is_busy: bool | None = None  # None: not polled twice
     payloads: PayloadState = field(default_factory=PayloadState)  # on devices
@@ -235,7 +222,7 @@ class Row:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Call and phase, comparable between ranks; below all ranks if unknown or if the process has ended."""
+        """Call and phase, comparable between ranks; lowest if unknown, or if the process has ended."""
         if self.sample is None or self.has_ended:
             return (-1, 0)
         if not self.in_call:
@@ -244,26 +231,22 @@ class Row:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is any evidence about this rank."""
         was_asked = self.outcome not in (Outcome.NOT_ASKED, Outcome.UNKNOWN)
         return was_asked or bool(self.note) or self.process not in ("", RUNNING)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is dead; an earlier answer does not count."""
+        # An earlier answer does not count.
         return self.outcome is Outcome.ENDED or self.process == DEAD
 
     @property
     def is_silent(self) -> bool:
-        """Whether the rank does not answer although its process runs.
-
-        Python may be held up by C code. On a crowded machine an answer may take longer than a request waits.
-        """
+        # C code may hold up Python. On a crowded machine an answer may take longer than a request waits.
         return self.outcome is Outcome.SILENT and self.process == RUNNING
 
     @property
     def is_gone(self) -> bool:
-        """Whether the rank can take part in no call: its process ended or is stopped, or it cannot be reached."""
+        """Whether the rank takes part in no call: its process has ended or is stopped, or it cannot be reached."""
         return self.has_ended or (self.sample is None and self.is_known and not self.is_silent)
 
     @property
@@ -279,18 +262,20 @@ class Row:
         return self.left_normally and AFTER_A_SIGNAL in self.note
 
     @property
+    def is_out_of_data(self) -> bool:
+        """Whether the rank is out of data, and waits inside torch's Join for the calls of other ranks."""
+        return self.sample is not None and self.sample.phase == OUT_OF_DATA and not self.has_ended
+
+    @property
     def is_in_debugger(self) -> bool:
         return self.sample is not None and self.sample.phase == DEBUGGER
 
-    @property
-    def is_out_of_data(self) -> bool:
-        """Whether the rank waits inside torch's Join, out of data, for calls of the other ranks."""
-        return self.sample is not None and self.sample.phase == OUT_OF_DATA and not self.has_ended
-
     def is_progressing(self, waited_seconds: float) -> bool:
-        """Whether the rank moves on: it advanced between two polls, or entered its phase late, or is in a debugger."""
-        entered = self.sample is not None and 2 * self.sample.age_seconds < waited_seconds
-        return self.is_advancing or entered or self.is_in_debugger
+        """Whether the rank advanced between two polls, entered its phase late, or is in a debugger."""
+        if self.sample is None:
+            return self.is_advancing
+        entered = 2 * self.sample.age_seconds < waited_seconds
+        return self.is_advancing or entered or self.sample.phase == DEBUGGER
 
 
 Result = tuple[Outcome, Message | None]  # of a request
@@ -298,13 +283,13 @@ Result = tuple[Outcome, Message | None]  # of a request
 
 @dataclass
 class RankStatus:
-    """Position of this rank on its group. ``serial``: calls begun, equal on ranks at the same position."""
+    """Position of this rank on its group."""
 
-    serial: int = 0
+    serial: int = 0  # calls begun, equal on ranks at the same position
     call: str = ""
     in_call: bool = False
     has_wrapper: bool = False
-    activity: Activity = field(default_factory=Activity)  # of the call; other threads may be busy with other things
+    activity: Activity = field(default_factory=Activity)  # of the call; other threads may do other things
     exit_reasons: dict[int, str] = field(default_factory=dict)  # of neighbours that have left
     payloads: PayloadWatch = field(default_factory=lambda: PayloadWatch(float("inf")))  # on devices
     stall: StallWatch = field(default_factory=lambda: StallWatch(float("inf")))
@@ -312,7 +297,7 @@ class RankStatus:
 
 @dataclass
 class GroupView:
-    """The ranks of a group, as known to this rank. ``peers``, by rank: None without a status server."""
+    """The ranks of a group, as known to this rank."""
 
     own: Endpoint
     peers: Sequence[Endpoint | None]
@@ -324,10 +309,8 @@ class GroupView:
         return [peer for rank in ranks if rank != self.own.rank and (peer := self.peers[rank]) is not None]
 
     def local_rows(self, failure: Failure | None) -> list[Row]:
-        """The rows of all ranks without a poll: the status of this rank, and the ranks lost by ``failure``.
-
-        Of these no more is known than that they left; what the kernel shows of their processes is in the status.
-        """
+        """The rows of all ranks without a poll: from the status of this rank, and the ranks lost by ``failure``."""
+        # It is known that the lost ranks left. What the kernel shows of their processes is in the status of this rank.
         answers = {self.own.rank: (Outcome.ANSWERED, own_status(self.status, self.peers))}
         lost = dict.fromkeys(failure.ranks if failure else (), (Outcome.LEFT, None))
         return build_rows(self.peers, {**lost, **answers})

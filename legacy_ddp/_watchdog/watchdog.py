@@ -108,11 +108,10 @@ class Watchdog:
         watch_exit()
 
     def endpoint(self) -> bytes:
-        """The endpoint of this rank, encoded for :meth:`start` on every rank."""
         return self._server.endpoint.encode()
 
     def start(self, endpoints: Sequence[bytes]) -> None:
-        """Take the endpoints of all ranks, in the order of the ranks, and begin to answer."""
+        """Begin to answer. ``endpoints``: of all ranks, in the order of the ranks."""
         self._view.peers = [decode_endpoint(rank, data) for rank, data in enumerate(endpoints)]
         # Every rank is in its first call; some ranks may have failed in a call before.
         self._met, self._status.serial = 0, 1
@@ -140,18 +139,17 @@ class Watchdog:
             self._payloads.drop_failed()
 
     def begin_payload(self, devices: Sequence[torch.device]) -> None:
-        """This rank begins to issue the payload of the call on ``devices``."""
         is_first = not self._payloads.is_used
         self._payloads.begin(self._status.serial, self._status.call, devices)
         if is_first:
             self._server.wake()
 
     def end_payload(self) -> None:
-        """The payload is issued: watch it until it is complete on the devices. Two launches per device."""
+        """The payload is issued: watch it until it is complete on the devices. Two launches for each device."""
         self._payloads.issue()
 
     def check_peers(self, waited_seconds: float) -> Failure | None:
-        """Warn if a warning is due; return a failure found by any rank. To be called repeatedly during a wait."""
+        """Warn if a warning is due; return a failure that any rank has found. To be called repeatedly in a wait."""
         if self._policy.is_due(waited_seconds):
             self._background.submit(self._warn, self._status.serial)
         return self._record.due_failure
@@ -165,14 +163,14 @@ class Watchdog:
         )
 
     def reporter_of(self, report: Report) -> int:
-        """The rank of this host that shows ``report`` in full; this rank, if the report knows none."""
+        """The rank of this host that shows ``report`` in full; this rank if the report names none."""
         reporters = self._view.others(report.reporters)
         if self.rank in report.reporters:
             return self.rank
         return next((peer.rank for peer in reporters if peer.identity.host == self._view.own.identity.host), self.rank)
 
     def notify_failure(self, error: BaseException) -> None:
-        """Notify the other ranks, at once, of an error that made this rank leave a call; this process may live on."""
+        """Tell the other ranks of an error that made this rank leave a call. This process may go on."""
         reason = f"{name_ranks([self.rank])} left {self._status.call} with {error_line(error_behind(error))}"
         failure = Failure(reason, ranks=(self.rank,))
         self._record.record_failure(failure)
@@ -267,7 +265,6 @@ class Watchdog:
             payload.is_told = self._policy.tell_in_full(report)
 
     def _on_closed(self, rank: int, exit_reason: str | None) -> None:
-        """A monitor connection was closed."""
         if exit_reason is None:
             self._background.submit(self._check_neighbour, rank)
             return
@@ -283,7 +280,7 @@ class Watchdog:
         request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)
 
     def _check_neighbour(self, rank: int) -> None:
-        """Report a neighbour if it has ended. If the host vanished, only the timeout shows the loss."""
+        """Report a neighbour if it has ended. If its host has vanished, only the timeout shows the loss."""
         peer = self._view.peers[rank]
         own = self._view.own.identity
         outcome = request(peer, {"request": "status"}, own)[0] if peer is not None else Outcome.UNKNOWN
@@ -311,7 +308,7 @@ class FailureRecord:
 
     @property
     def due_failure(self) -> Failure | None:
-        """The failure, from the end of the grace time on; None before, and without a failure."""
+        """The failure after the grace time; None before, and without a failure."""
         return self.failure if time.monotonic() - self._recorded_at > _GRACE_SECONDS else None
 
     def record_failure(self, failure: Failure, *, logs: bool = False) -> None:
@@ -335,7 +332,7 @@ class FailureRecord:
             self._policy.notify_loss(explainer().loss(rows[self._view.own.rank], failure.reason, missing), report)
 
     def finalize(self, report: Report) -> Report:
-        """Save ``report`` as the final report, unless there is a final report; return the final report."""
+        """Save ``report`` as the final report unless there is one; return the final report."""
         with self._lock:
             if self.final_report is None:
                 self._policy.save(report)
@@ -343,29 +340,27 @@ class FailureRecord:
             return self.final_report
 
     def exit_reason(self) -> str:
-        """The exit reason after a failure, else empty. A rank that was stopped may have missed the report."""
+        """The exit reason after a failure; otherwise empty."""
         if self.failure is None:
             return ""
         if self._view.own.rank in self.failure.ranks:
             return self.failure.reason
+        # Without a report: this rank was stopped, for example, and missed it.
         return f"{LEFT_AFTER_LOSS}: {self.final_report.summary}" if self.final_report else LEFT_AFTER_LOSS
 
 
 def broadcast_failure(
     view: GroupView, failure: Failure, report: Report | None = None, ranks: Iterable[int] | None = None
 ) -> None:
-    """Send a failure, and the final report if there is one, to the other ranks, or to ``ranks`` only."""
+    """Send a failure, and the final report if there is one, to ``ranks``; by default to all other ranks."""
     message = {"request": "record", "failure": asdict(failure), "report": report and asdict(report)}
     request_all(view.others(range(len(view.peers)) if ranks is None else ranks), message, view.own.identity)
 
 
 def _report_seconds(size: int) -> float:
-    """How long to wait for the report of a group of ``size`` ranks.
-
-    The lowest rank may be silent; then the other ranks are asked whether they answer, and one of them polls all ranks
-    twice. Each of these takes a round for every ``MAX_CONCURRENT_REQUESTS`` ranks.
-    """
+    """How long to wait for the report of a group of ``size`` ranks."""
     rounds = -(-size // MAX_CONCURRENT_REQUESTS)
+    # If the lowest rank is silent, all others are asked whether they answer, and one of them polls all ranks twice.
     return PATIENT_SECONDS * (1 + 3 * rounds)
 
 
@@ -377,9 +372,9 @@ def _compose(rows: Sequence[Row], failure: Failure | None, serial: int, payload_
 
 @dataclass
 class _SharedReport:
-    """A report that this rank composes for all ranks. ``report``: None until it is composed."""
+    """A report that this rank composes for all ranks."""
 
-    report: Report | None = None
+    report: Report | None = None  # None until it is composed
     composed_at: float = float("inf")
 
 
@@ -399,19 +394,19 @@ class ReportExchange:
         self._lock = threading.Lock()
 
     def answer(self, serial: int, failure: Failure | None, *, payload_of: str = "") -> Message:
-        """The answer to a request for a report; empty until composed. ``payload_of``: on the payload of this call.
+        """The answer to a request for a report; empty until it is composed. The first request starts the composition.
 
-        The first request starts the composition. The final report answers every later request on a call.
+        ``payload_of``: a call, for the report on its payload; by default the report is on the wait in call ``serial``.
         """
         with self._lock:
-            shared = None if payload_of else self._final
+            shared = None if payload_of else self._final  # the final report answers all later requests on a call
             if shared is None and failure is not None:
                 shared = self._final = self._start_report(failure)
             elif shared is None:
                 shared = self._by_serial.get((serial, payload_of))
                 if shared is None or time.monotonic() - shared.composed_at > self._fresh_seconds:
                     shared = self._start_report(None, serial, payload_of)
-                    # Ranks may be in two calls at a time, not more.
+                    # At one time ranks may be in two calls, not more.
                     recent = {
                         other: old
                         for other, old in self._by_serial.items()
@@ -472,12 +467,10 @@ class ReportExchange:
         shared.report, shared.composed_at = report, time.monotonic()
 
     def _answering(self, deadline: float) -> Iterator[Endpoint]:
-        """The lowest rank, then the other answering ranks, in order.
-
-        Many requests at the same time: a few silent ranks, asked one by one, would use up the time.
-        """
+        """The lowest rank, then the other ranks that answer, in order."""
         known = [peer for peer in self._view.peers if peer is not None]
         yield from known[:1]
+        # Many requests at a time: a few silent ranks, asked one after the other, would use up the time.
         for start in range(1, len(known), MAX_CONCURRENT_REQUESTS):
             if time.monotonic() > deadline:
                 return

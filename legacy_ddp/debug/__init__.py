@@ -1,7 +1,4 @@
-"""Tools that find the first rank, parameter, step and phase with a difference.
-
-The core never imports this folder.
-"""
+"""Tools that find the first rank, parameter, step and phase with a difference. The core does not import them."""
 
 from typing import TYPE_CHECKING
 

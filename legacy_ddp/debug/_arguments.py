@@ -1,4 +1,4 @@
-"""Arguments of the tools: a model, wrapped or not, with its process group; its optimizers; a folder; numbers."""
+"""Arguments of the tools: a model with its process group, optimizers, a folder, flags and numbers."""
 
 import operator
 import os
@@ -38,7 +38,6 @@ class Target:
 
     @property
     def has_compiled_wrapper(self) -> bool:
-        """Whether forward passes of the wrapper are compiled code."""
         return self.wrapper is not None and (self.was_compiled or internals.has_compiled_call(self.wrapper))
 
     @property
@@ -47,9 +46,8 @@ class Target:
 
 
 def target_of(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None) -> Target:
-    """The plain module behind ``model``, a module, a wrapper or ``torch.compile(wrapper)``, and its group.
-
-    The group is ``process_group``, else the group of the wrapper, else the default group.
+    """``model``: a module, a wrapper or ``torch.compile(wrapper)``. ``process_group``: None for the group of the
+    wrapper, or for the default group.
     """
     wrapper = internals.inside_of_compiled(model)
     if isinstance(wrapper, LegacyDistributedDataParallel):
@@ -59,7 +57,6 @@ def target_of(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | 
 
 
 def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """The optimizers as a list, empty for None."""
     if optimizer is None:
         return []
     found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
@@ -69,7 +66,6 @@ def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
 
 
 def as_folder(folder: str | os.PathLike[str]) -> Path:
-    """The path of a folder, with ``~`` expanded."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise TypeError(f"folder is not usable: got {folder!r}, expected a path")
     if "\0" in str(folder):
@@ -83,21 +79,18 @@ def as_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def as_flag(argument: str, value: object) -> bool:
-    """Raises a TypeError for a value other than True and False."""
     if not isinstance(value, bool):
         raise TypeError(f"{argument} is not usable: got {value!r}, expected True or False")
     return value
 
 
 def as_count(argument: str, value: object) -> int:
-    """A number of steps."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_STEP:
         raise ValueError(f"{argument} is not usable: got {value!r}, expected a whole number from 1 to {MAX_STEP:,}")
     return value
 
 
 def as_steps(argument: str, value: object) -> Collection[int]:
-    """Numbers of steps, as a range or a set."""
     if isinstance(value, range) and not value:
         raise ValueError(
             f"{argument} holds no step: got {value!r}, expected a first step before the end, as range(40, 42); "

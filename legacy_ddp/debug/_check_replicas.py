@@ -50,19 +50,19 @@ def check_replicas(
     once and exchanges 128 bytes per rank. Only after a difference the ranks exchange more: 8 bytes per tensor, the
     digests of differing tensors, and the first ``details`` of the differing tensors whole (up to 256 MiB each).
 
-    No rank is assumed to be right. ``report.minority`` has the ranks that differ from a strict majority. With
-    ``checks="detail"`` on the wrapper, ``report.implicated`` has the ranks with parameters or optimizer state changed
+    No rank is assumed to be right. ``report.minority`` has the ranks outside a strict majority. With
+    ``checks="detail"`` on the wrapper, ``report.implicated`` has the ranks whose parameters or optimizer state changed
     outside of a step. ``report.ranks`` follows from both, see :class:`legacy_ddp.ReplicaDivergenceError`; it is empty
-    without a decision, or with evidence against a rank of the majority. The text shows all sides.
+    if neither decides, or if there is evidence against a rank of the majority. The text shows all sides.
 
     Args:
         model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on the group of the wrapper, or any module.
         optimizer: one or several optimizers, the same on every rank; needed for ``"optimizer"``.
         what: any of ``"parameters"`` (frozen ones, too), ``"buffers"``, ``"gradients"`` (of trainable parameters),
-            ``"optimizer"`` (hyperparameters, state, the group of each parameter) and ``"rng"``. Local gradients of a
-            wrapper, between backward and ``all_reduce()``, are left out, and so is what its ``ignore`` names. Random
-            generators may differ (dropout): the report lists the ranks with equal generators, and never counts them as
-            a difference.
+            ``"optimizer"`` (hyperparameters, state, the group of each parameter) and ``"rng"``. Leaves out local
+            gradients of a wrapper, between backward and ``all_reduce()``, and tensors in its ``ignore``. Random
+            generators may differ (dropout): the report lists the ranks with equal generators, but this is no
+            difference of replicas.
         local_buffers: names, or patterns such as ``"*.running_mean"``, of buffers that may differ; None: the patterns
             of the wrapper's ``Checks(local_buffers=)``.
         details: number of differing tensors to compare element by element.
@@ -107,7 +107,6 @@ def check_replicas(
 
 
 def _left_out(target: Target, own: LocalState, what: Collection[str]) -> Iterator[str]:
-    """What of the module is not compared, as notes."""
     unread = hold.unread(own.shared)
     if unread:
         yield f"not compared, because their bits cannot be read: {list_some(unread)}"
@@ -148,7 +147,6 @@ def _describe(
 def _local_state(
     target: Target, optimizers: Sequence[torch.optim.Optimizer], what: Collection[str], local: Sequence[str]
 ) -> LocalState:
-    """The state of this rank, restricted to the kinds in ``what``."""
     module = target.module
     if not isinstance(module, nn.Module):
         raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")

@@ -1,4 +1,4 @@
-"""The command ``legacy-ddp``: parses, calls, prints. Data on stdout, notes and progress on stderr."""
+"""The command ``legacy-ddp``. Data is on stdout, notes and progress on stderr."""
 
 import argparse
 import json
@@ -48,12 +48,12 @@ change means, a "decide" what is left to you. SCRIPT is read, and neither
 changed nor run.
 exit status: 0 the diff is complete, with notes or without; 2 a "decide" is
 left, nothing to port, or error."""
-# Read in a fraction of a second.
+# Smaller traces are read in a fraction of a second.
 SILENT_BYTES = 20_000_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     _escape_unencodable()
     try:
         given, unknown = _parser().parse_known_args(arguments)
@@ -110,16 +110,15 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--output", type=_path, metavar="FILE", help="write the changed script to a new FILE, too"
     )
     for command, run in ((diff, _diff), (show, _show), (report, _report), (explain, _explain), (porting, _port)):
-        command.set_defaults(command=run, parser=command)  # its usage, where an argument is unknown
+        command.set_defaults(command=run, parser=command)  # the parser prints the usage if an argument is unknown
     return parser
 
 
 def _path(given: str) -> Path:
-    """The path, with ``~`` expanded: a shell does not expand ``--output=~/page.html``."""
     if not given:  # Path("") is the current folder
         raise argparse.ArgumentTypeError("a path is empty, expected a name; the current folder is .")
     try:
-        return Path(given).expanduser()
+        return Path(given).expanduser()  # a shell does not expand --output=~/page.html
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"no home directory is known for {given!r}; name the whole path") from error
 
@@ -190,23 +189,23 @@ def _port(given: argparse.Namespace) -> int:
 
 
 def _tell_size(runs: Sequence[Run]) -> None:
-    """Say what takes long, on a terminal."""
+    """Tell the size of large traces on a terminal, because reading takes long."""
     size_bytes = sum(run.size_bytes for run in runs)
     if size_bytes >= SILENT_BYTES and sys.stderr and sys.stderr.isatty():
         _note(f"reading {format_bytes(size_bytes)} ...")
 
 
 def _print(output: "list[str] | dict[str, Any]", status: int) -> int:
-    """Write lines, or JSON, to stdout; return ``status``. What a trace holds does not reach the terminal as it is."""
+    """Write lines, or JSON, to stdout. Returns ``status``."""
     if isinstance(output, list):
-        _write("\n".join(map(printable, output)))
+        _write("\n".join(map(printable, output)))  # a trace may hold control characters
     else:
         _write(json.dumps(output, indent=1, allow_nan=False))
     return status
 
 
 def _write(text: str) -> None:
-    """Write to stdout, even if a reader such as ``head`` closes stdout early."""
+    """Write to stdout. No failure if a reader such as ``head`` closes it early."""
     try:
         print(text)
         if sys.stdout:
@@ -219,12 +218,12 @@ def _write(text: str) -> None:
 
 
 def _discard_stdout() -> None:
-    """Send later output to /dev/null: the interpreter flushes stdout at exit, and would fail again."""
+    # The interpreter flushes stdout at exit, and would fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _escape_unencodable() -> None:
-    """Escape characters outside of the terminal's encoding in names, instead of failing."""
+    """Escape characters that the encoding of the terminal lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

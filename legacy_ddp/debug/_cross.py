@@ -68,22 +68,22 @@ def cross_check(
 ) -> CrossCheckReport:
     """Compare the computation of the ranks: every rank runs its own batch, and the batch of the rank before.
 
-    Collective: on every rank of the group, at any moment outside of backward. The batch travels with the states of the
-    random generators and with the buffers that belong to its rank only (statistics of normalisation layers,
-    ``local_buffers``): dropout and BatchNorm are no difference. Compared are 64-bit digests of the loss, of every
-    gradient, and of buffers and random generators after the run. If all agree, a check costs two passes forward and
-    backward, and 16 bytes for each result and rank.
+    Collective: on every rank of the group, at any moment outside of backward. With a batch, its rank sends the states
+    of the random generators and the buffers in which ranks have their own values (statistics of normalisation layers,
+    ``local_buffers``), so dropout and BatchNorm make no difference. The ranks compare 64-bit digests of the loss, of
+    every gradient, and of buffers and random generators after the run. If all agree, a check costs two passes forward
+    and backward, and 16 bytes for each result and rank.
 
-    After a difference one batch goes to all ranks, and every rank runs it twice more with all operations captured (8 to
+    After a difference one batch is sent to all ranks. Every rank runs it twice more with all operations captured (8 to
     20 times the cost of a pass), and once or twice more for the elements. The report names the ranks with results
     outside of a majority, or with changing results; the first different operation with its module; the elements of its
     output.
 
-    Gradients, parameters, buffers, training flags, version counters, the counters of the wrapper and the random
-    generators of torch, Python, NumPy and single modules are afterwards bit for bit as before; of modules that ``run``
-    uses beside the model gradients, buffers and flags. State elsewhere is not seen: a counter in Python, a cache on
-    disk. A check needs memory for a copy of parameters and buffers, another set of gradients, and
-    two batches. Hooks after the accumulation of a gradient do not run.
+    Afterwards these are bit for bit as before: gradients, parameters, buffers, training flags, version counters, the
+    counters of the wrapper, and the random generators of torch, Python, NumPy and single modules; for other modules
+    that ``run`` uses, gradients, buffers and flags. Other state is not restored: a counter in Python, a cache on disk.
+    A check needs memory for a copy of parameters and buffers, another set of gradients, and two batches. Hooks after
+    the accumulation of a gradient do not run.
 
     Args:
         model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on its group, or any module. Of a
@@ -93,7 +93,7 @@ def cross_check(
             equal on all ranks; an iterator or a generator there is refused.
         batch: tensors, numbers and texts in lists, tuples, dicts, named tuples, dataclasses, or mappings with the
             constructor of dict; None on a rank without a batch. ``run`` has a copy, with equal strides.
-        operations: capture operations in all passes: then a single event has the name of its operation, too.
+        operations: capture operations in all passes, so that the report can name the operation of a single event.
         local_buffers: names or patterns of buffers in which each rank has values of its own, in addition to the
             statistics of normalisation layers; None: ``Checks(local_buffers=)`` of the wrapper.
         max_bytes: limit for the size of a batch with its generators and buffers.
@@ -157,8 +157,8 @@ def cross_check(
 class CrossCheck:
     """:func:`cross_check` in every Nth call, for a training loop.
 
-    Every rank calls the object once per step, at the same place. Each rank counts its calls; ranks with different
-    counts meet in different collectives, which is a DesyncError.
+    Every rank calls the object once per step, at the same place. Each rank counts its calls. If the counts differ, the
+    ranks make different collectives, and a call raises a DesyncError.
 
     Args:
         model, run: as of :func:`cross_check`, and so are all arguments below ``every``.
@@ -240,7 +240,6 @@ def _check_group(model: nn.Module, process_group: object) -> None:
 
 
 def check_initialised(module: nn.Module) -> None:
-    """Raises a ValueError for a parameter or buffer of a lazy module before its first forward pass."""
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         if lazy := [name for name, tensor in named if is_lazy(tensor)]:
             raise ValueError(
@@ -288,9 +287,9 @@ def _pack(batch: Any, module: nn.Module, own: Mapping[str, torch.Tensor], max_by
 
 
 def _describe(module: nn.Module, run_values: Mapping[str, Any], arguments: Mapping[str, object]) -> dict[str, str]:
-    """What the ranks compare before the runs, as text: arguments, parameters, buffers, and tensors inside ``run``.
+    """What the ranks compare before the runs, as text: arguments, parameters, buffers, and tensors inside of ``run``.
 
-    ``run_values``: what the user's ``run`` holds (closure, attributes), by name; only its tensors are compared.
+    ``run_values``: see :func:`held_values`.
     """
     tensors = {name: value for name, value in run_values.items() if isinstance(value, torch.Tensor)}
     items = [replica_state.StateItem("", name, replica_state.comparable(value)) for name, value in tensors.items()]
@@ -312,7 +311,7 @@ def _compare_runs(
 ) -> CrossCheckReport:
     """The report, equal on all ranks.
 
-    ``data``: the parcel of this rank, empty without a batch. ``settings``: of this rank, asked for after a difference.
+    ``data``: the parcel of this rank, empty without a batch. ``settings``: of this rank, called after a difference.
     """
     size, compared = call.groups.size, len(passes.names)
     ring = run_ring(call, passes, data, with_operations=with_operations)

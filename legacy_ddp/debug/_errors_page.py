@@ -1,8 +1,8 @@
-"""The sections of docs/errors.md as text for a terminal, and the search for one by name or by a line of a text.
+"""Sections of docs/errors.md as text for a terminal, and the search for a section by name or by a line of a text.
 
-The texts of errors and warnings are read from the source of the library. Nothing is imported or run: a text is a
-literal in the source. It belongs to the error that it is passed to, else to the errors that its function names, else to
-those of the functions that call this function, or that it calls.
+The texts of errors and warnings are literals in the source of the library, which is parsed, but not imported. A text
+belongs to the error that it is passed to, else to the errors that its function names, else to those of the functions
+that call this function or that it calls.
 """
 
 import ast
@@ -22,15 +22,16 @@ GAP = "\0"  # in place of a value in a text
 _PACKAGE = Path(__file__).parents[1]
 # Functions that make an error of their arguments.
 _MAKERS = {"desync_error": "DesyncError", "import_error": "ImportError"}
-# Errors that many functions raise besides the error that they are about.
+# Errors that many functions raise besides their own error.
 _COMMON = ("AgreedError", "LegacyDDPError", "LostPeerError", "TypeError", "ValueError", "ImportError", "KeyError")
-# Folders of modules that only write texts, for errors that other modules raise.
+# Folders with modules that write the texts of errors that other modules raise.
 _OF_FOLDERS = {
     "_watchdog": ("SyncTimeoutError", "PeerLostError", "Ranks have waited"),
     "_replicas": ("ReplicaDivergenceError",),
 }
-_LONGEST_CHAIN = 3  # of functions that call each other, up to the error
-_RESULTS = ("debug/_diff", "debug/_page", "debug/_port", "debug/_operations", "debug/_cli.py")  # of commands
+_LONGEST_CHAIN = 3  # calls between the function with a text and the function with the error
+# Their texts are results of commands, not errors.
+_RESULTS = ("debug/_diff", "debug/_page", "debug/_port", "debug/_operations", "debug/_cli.py")
 
 
 def read_texts(titles: Mapping[str, Titles]) -> Iterator[tuple[str, Titles]]:
@@ -43,8 +44,6 @@ def read_texts(titles: Mapping[str, Titles]) -> Iterator[tuple[str, Titles]]:
 
 
 class _Module:
-    """The texts of a module."""
-
     def __init__(self, titles: Mapping[str, Titles], module: ast.Module) -> None:
         self._titles = titles
         self._common = Titles().union(*(titles[name] for name in _COMMON))
@@ -54,7 +53,7 @@ class _Module:
         self._constants = {_name_of(node.targets[0]): _literal(node.value) for node in assigned}
 
     def texts(self, default: Titles) -> Iterator[tuple[str, Titles]]:
-        """Each text with its sections. ``default``: of a text that nothing in the module claims."""
+        """Each text with its sections. ``default``: of texts in a module that names no error."""
         owners = {scope.name: self._named_in(scope) for scope in self._scopes}
         called = {scope.name: {name for name in map(_called_name, ast.walk(scope)) if name} for scope in self._scopes}
         of_module = Titles().union(*owners.values()) - self._common or default
@@ -94,8 +93,7 @@ class _Module:
         return found
 
     def _made_by(self, call: ast.Call) -> Titles:
-        """The sections of the errors that ``call`` makes, or of which a warning tells: its function, or an argument, is
-        their class or their title."""
+        """The sections of the errors and warnings whose class or title is the function or an argument of ``call``."""
         if (name := _called_name(call)) in ("isinstance", "issubclass"):
             return Titles()
         names = [_MAKERS.get(name, name), *(_literal(each) or _name_of(each) for each in call.args)]
@@ -117,7 +115,7 @@ def _literal(node: ast.AST) -> str:
 
 _PAGE = Path(__file__).with_name("errors.md")  # in a checkout a link to docs/errors.md; a package has a copy
 _HEADING = re.compile(r"^(##|###) (.*)\n", re.MULTILINE)
-_BLOCK = re.compile(r"(?:    .*\n|\n(?=\n*    ))+|(?:\S.*\n)+")  # an example with its blank lines, or a paragraph
+_BLOCK = re.compile(r"(?:    .*\n|\n(?=\n*    ))+|(?:\S.*\n)+")  # an example with blank lines, or a paragraph
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(?:#[^)]*)?\)")
 _Pair = tuple[str, str]  # of neighbouring words
 _WORD = re.compile(r"[a-z_]+")
@@ -131,7 +129,7 @@ _MOST_SECTIONS = 3  # that a text may belong to
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page. ``group``: the heading above, ``body``: Markdown without the heading."""
+    """A section of the page. ``group``: the heading above. ``body``: Markdown without the heading."""
 
     title: str
     group: str
@@ -139,12 +137,11 @@ class Section:
 
     @property
     def names(self) -> list[str]:
-        """Its title, and each part of a title such as ``TypeError and ValueError``."""
+        """The title, and each part of a title such as ``TypeError and ValueError``."""
         return list(dict.fromkeys([self.title, *self.title.split(" and ")]))
 
 
 def read_sections() -> list[Section]:
-    """The sections of the page, in its order."""
     _, *parts = _HEADING.split(_PAGE.read_text(encoding="utf-8"))
     sections, group = [], ""
     for level, title, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
@@ -156,10 +153,11 @@ def read_sections() -> list[Section]:
 
 
 def find(name: str, sections: list[Section]) -> list[Section]:
-    """The section of a name, of an anchor (``replicas-differ``), of the class in a traceback
-    (``legacy_ddp.LayoutError:``), or the sections of a line of an error or a warning; empty without one."""
+    """The section of a title, of an anchor (``replicas-differ``) or of the class in a traceback
+    (``legacy_ddp.LayoutError:``); else the sections of a line of an error or a warning. Empty if nothing is found.
+    """
     by_key, before = _by_key(sections), name.partition(": ")[0]
-    # Python's own errors are of any library.
+    # A line that begins with an error of Python may be of any library.
     keys = [name, name.rpartition("legacy-ddp explain ")[2], *([] if hasattr(builtins, before) else [before])]
     known = next((by_key[key] for key in map(_key, keys) if key in by_key), None)
     return [known[1]] if known is not None else _find_line(name, sections)
@@ -182,10 +180,11 @@ def _key(name: str) -> str:
 
 
 def _find_line(line: str, sections: list[Section]) -> list[Section]:
-    """The sections whose texts have most of the pairs of words in ``line``; a pair of few sections counts more than a
-    common pair. Empty if no section has half of them, or if the line has too few words to tell."""
+    """The sections whose texts have most of the pairs of words in ``line``. A pair of few sections counts more than a
+    common pair. Empty if no section has half of the weight, or if the line has too few words.
+    """
     wanted = _pairs(_KIND.sub("", line))
-    # An error and its warning have the same texts, and count as one holder.
+    # An error and its warning have the same texts, so they count as one holder of a pair.
     holders: dict[_Pair, set[frozenset[str]]] = {pair: set() for pair in wanted}
     for pairs, titles in _known_texts(tuple(sections)):
         for pair in pairs & wanted:
@@ -200,13 +199,13 @@ def _find_line(line: str, sections: list[Section]) -> list[Section]:
     if len(wanted) < _FEWEST_PAIRS or best < _SHARE * sum(weights.values()):
         return []
     equals = [section for section in candidates if scores[section.title] == best]
-    # An error and its warning share a text: the line of an error has the name of its class.
+    # Warnings first: the line of an error has the name of its class, which find() has looked up.
     return sorted(equals, key=lambda section: section.group != "Warnings")[:_MOST_SECTIONS]
 
 
 @cache
 def _known_texts(sections: tuple[Section, ...]) -> list[tuple[frozenset[_Pair], frozenset[str]]]:
-    """The pairs of words of each text with the titles of its sections: of the page, then of the source."""
+    """The pairs of words of each text in the page and in the source, with the titles of its sections."""
     titles = {name: frozenset([section.title]) for section in sections for name in section.names}
     for section in sections:
         if default := _DEFAULT.search(section.body):  # the texts of the error are those of the warning, too
@@ -221,7 +220,7 @@ def _pairs(text: str) -> frozenset[_Pair]:
 
 
 def section_lines(section: Section) -> list[str]:
-    """The section in lines of at most 80 columns. Its body has paragraphs and examples, indented by four spaces."""
+    """The section in lines of at most 80 columns."""
     lines = [section.title, "=" * len(section.title)]
     for block in _BLOCK.findall(section.body):
         lines += ["", *(_example(block.strip("\n")) if block[0].isspace() else wrap(_plain(block), deeper=""))]
@@ -229,7 +228,7 @@ def section_lines(section: Section) -> list[str]:
 
 
 def _example(block: str) -> Iterator[str]:
-    """Its lines, indented by up to four spaces, so that a line of 80 columns stays one line."""
+    """The lines, indented by at most four spaces: less if a line of 80 columns would not stay one line."""
     lines = [line[4:] for line in block.splitlines()]
     margin = " " * min(4, WIDTH - max((len(line) for line in lines if len(line) <= WIDTH), default=0))
     for line in lines:
@@ -239,13 +238,12 @@ def _example(block: str) -> Iterator[str]:
 
 
 def _plain(markdown: str) -> str:
-    """A paragraph in one line. A link within the page becomes its text, a link to another page also names the page."""
+    """A paragraph in one line. A link becomes its text; a link to another page also names the page."""
     plain = _LINK.sub(lambda link: f'"{link[1]}" (docs/{link[2]} in the source)' if link[2] else link[1], markdown)
     return " ".join(plain.split())
 
 
 def list_lines(sections: list[Section]) -> list[str]:
-    """The titles of all sections, by group."""
     lines = ["legacy-ddp explain NAME prints its meaning, an example and the next step."]
     for group, members in groupby(sections, key=lambda section: section.group):
         lines += ["", group, *(f"  {member.title}" for member in members)]

@@ -1,4 +1,4 @@
-"""Recorder of the state of every step on this rank, for a later comparison of runs or ranks."""
+"""Recorder of the state of this rank in every step, for a later comparison of runs or ranks."""
 
 import os
 import sys
@@ -47,13 +47,13 @@ class Recorder:
     """Writes one file per rank, ``<folder>/rank-00000.jsonl``, with 64 bits for every tensor of every recorded step.
 
     Use the recorder as a context manager around the training loop, on every rank. It records the start and every step.
-    A step is a successful ``all_reduce()``. Recorded are the local gradients, the reduced gradients and, after the
-    optimizers' step, their settings and state, the parameters and the buffers: of each tensor the digest, the 2-norm
+    A step is a successful ``all_reduce()``. The recorder writes the local and the reduced gradients and, after the step
+    of the optimizers, their settings and state, the parameters and the buffers: of each tensor the digest, the 2-norm
     and the number of non-finite elements. ``legacy-ddp diff`` finds the first difference between two traces, or between
     the ranks of a trace; docs/trace-format.md describes the files.
 
-    Recording changes no bit of the training and communicates nothing. A SIGKILL leaves whole lines. After a failure to
-    record or write (a full disk, for example) the recorder warns and stops, and the training goes on.
+    Recording changes no bit of the training and communicates nothing. A SIGKILL leaves whole lines. If the recorder
+    cannot record or write (a full disk, for example), it warns and stops, and the training goes on.
 
     Args:
         model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compiled or not, or the argument of
@@ -61,17 +61,17 @@ class Recorder:
         folder: the folder to write to; created if missing. It must hold no trace of this rank yet. A leading ``~`` is
             the home directory.
         optimizer: one or several optimizers. Without an optimizer, no settings and no state are recorded, and the
-            parameters of a step are recorded at the next call; the same holds for a step skipped by an optimizer. An
-            optimizer may hold some of the parameters; an optimizer without any of them causes a warning on entering.
+            parameters of a step are recorded at the next call; the same holds if an optimizer skips a step. An
+            optimizer may hold only some of the parameters. If it holds none, the recorder warns on entering.
         every: record the steps with a number divisible by ``every``.
         first_step: number of the first step: 101 for a training resumed after step 100.
-        operations: numbers of steps, as ``range(40, 42)``, recorded with every operation of forward and backward in
-            order: name, module, parameters among its inputs, shapes, digests of inputs and outputs, state of the random
-            generator. These steps are recorded whether ``every`` divides their number or not. An operation costs
-            50 to 200 µs, and 20 to 40 bytes. A compiled wrapper has none, a compiled module inside has. See
+        operations: numbers of steps, as ``range(40, 42)``, that are recorded with every operation of forward and
+            backward in order: name, module, parameters among its inputs, shapes, digests of inputs and outputs, state
+            of the random generator. ``every`` does not matter for these steps. An operation costs 50 to 200 µs, and 20
+            to 40 bytes. Operations of a compiled wrapper are not recorded, those of a compiled module inside are. See
             docs/trace-format.md for what is left out, for torch.compile and for threads.
         process_group: of a plain module; None for the default group.
-        argv: record the command line (``sys.argv``). False: leave it out, for a command line with a secret.
+        argv: record the command line (``sys.argv``). Pass False if it holds a secret.
 
     Raises:
         TypeError, ValueError: an unusable argument.
@@ -118,12 +118,13 @@ class Recorder:
         self._was_used = self._is_open = False
         self._step = first_step - 1  # the last step
         self._steps = _OptimizerSteps(self._optimizers, lambda: self._try(self._write_result))
+        # Reads numbers from devices, so that the host waits once in a call, and once after a step.
+        self._reader = Reader()
         # Of the next step: inputs of its forward passes, generators and local gradients at its call.
-        self._reader = Reader()  # of numbers on a device: the host waits once in a call, and once after a step
         self._inputs = snapshot.Inputs(self._reader)
         self._generators = ""
         self._local: list[Section] = []
-        # Of the last step: whether its result (parameters, optimizer state, buffers) is still to be recorded, and its
+        # Of the last step: whether its result (parameters, optimizer state, buffers) is not recorded yet, and its
         # buffers if the next forward pass has begun already.
         self._is_result_pending = False
         self._buffers: list[Section] | None = None
@@ -143,7 +144,7 @@ class Recorder:
                 self._write_result(self._writer)
             self._watch()
         except BaseException:
-            writer, self._writer = self._writer, None  # what is registered already does nothing from here on
+            writer, self._writer = self._writer, None  # without a writer, registered observers do nothing
             writer.discard()
             raise
         self._is_open = True
@@ -169,7 +170,7 @@ class Recorder:
         self._steps.release()
         self._operations.cancel()
         self._is_open = False
-        if kind is None and not self._optimizers:  # with optimizers, a pending step was skipped or is incomplete
+        if kind is None and not self._optimizers:  # with optimizers, the pending step was skipped or is incomplete
             self._try(lambda writer: self._write_result(writer, with_buffers=self._has_seen_forwards))
         self._try(lambda writer: writer.close(self._step, "closed" if kind is None else kind.__name__))
         self._writer = None
@@ -188,9 +189,9 @@ class Recorder:
     def log(self, /, *unnamed: Never, **values: SupportsFloat | str) -> None:
         """Record values of this rank: a learning rate, or the loss of this rank's data. They are not summed.
 
-        The values belong to the step of the last ``all_reduce()``, before the first to the start; a later value of the
-        same name in this step replaces the earlier value. Values of a step that is not recorded (``every``) are left
-        out. Local: other ranks may log other names.
+        The values belong to the step of the last ``all_reduce()``, or to the start before the first one. A later value
+        of the same name replaces an earlier value of the step. Values of a step that is not recorded (``every``) are
+        left out. Local: other ranks may log other names.
 
         Args:
             values: numbers and tensors with one element, recorded as doubles, and texts.
@@ -212,7 +213,7 @@ class Recorder:
 
     def _see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the inputs of a training forward pass, and the buffers before the pass changes them."""
-        # torch.jit.trace would record these operations in its graph.
+        # Not under torch.jit.trace, which would record these operations in its graph.
         if self._writer is None or not torch.is_grad_enabled() or internals.is_tracing():
             return
         self._has_seen_forwards = True
@@ -224,17 +225,15 @@ class Recorder:
             self._try(lambda _: self._operations.begin_forward(self._step + 1))
 
     def _see_call(self) -> None:
-        """End the record of operations."""
         self._try(lambda _: self._operations.end_backward())
 
     def _see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
-        """Record the local gradients, after a result of the last step that is pending as an optimizer skipped it."""
+        """Record the result of the last step if an optimizer skipped it, then the local gradients."""
         self._try(lambda writer: self._write_result(writer, with_buffers=False))
         if self._is_next_due:
             self._try(lambda _: self._measure_local(grads))
 
     def _see_reduced(self, record: SyncRecord) -> None:
-        """Write the facts of the call, the operations and the reduced gradients."""
         self._step += 1
         self._is_result_pending = self._is_due(self._step)
         self._buffers = None
@@ -244,7 +243,7 @@ class Recorder:
         self._inputs, self._local = snapshot.Inputs(self._reader), []
 
     def _see_returned(self, _: SyncRecord) -> None:
-        """Begin the record of operations of a plain module, outside of the modes of torch that a call sets."""
+        # Begin the operations of a plain module: here the modes of torch that a call sets have ended.
         self._try(self._begin_operations)
 
     @property
@@ -279,7 +278,7 @@ class Recorder:
         snapshot.buffers(self._target.module, self._target.ignore, self._reader, self._buffers.extend)
 
     def _write_result(self, writer: Writer, *, with_buffers: bool = True) -> None:
-        """Write the result of the last step; without buffers if a forward pass may have changed them since."""
+        """Write the result of the last step. ``with_buffers``: False if a forward pass may have changed them."""
         if not self._is_result_pending:
             return
         if self._buffers is None and with_buffers:
@@ -294,7 +293,7 @@ class Recorder:
         writer.flush()
 
     def _try(self, write: Callable[[Writer], None]) -> None:
-        """Call ``write``; a failure ends the trace, and not the training."""
+        """Call ``write``. A failure ends the trace, but not the training."""
         if self._writer is None:
             return
         try:
@@ -338,9 +337,9 @@ class _OptimizerSteps:
         self._on_all_stepped = on_all_stepped
         self._hooks: list[RemovableHandle] = []
         self._stepped: set[int] = set()
-        # As of the beginning of each step: a scheduler changes the settings afterwards.
+        # At the beginning of each step, because a scheduler changes the settings afterwards.
         self._settings: dict[int, list[hold.Fact]] = {}
-        # Nesting depth of a running step: a step that calls super().step() runs the hooks twice.
+        # Nesting depth of a running step: if step() calls super().step(), the hooks run twice.
         self._depths: dict[int, int] = {}
 
     def watch(self) -> None:
@@ -354,13 +353,13 @@ class _OptimizerSteps:
             self._hooks.pop()
 
     def reset(self) -> None:
-        """Start counting for the next call; steps ended by an exception are dropped, too."""
+        """Forget all steps, also those that ended with an exception."""
         self._stepped.clear()
         self._settings.clear()
         self._depths.clear()
 
     def settings_of(self, optimizer: torch.optim.Optimizer) -> list[hold.Fact]:
-        """The settings of the optimizer's step since the last call; empty without a step."""
+        """The settings of the optimizer's step since :meth:`reset`; empty without a step."""
         return self._settings.get(id(optimizer), [])
 
     @internals.disable_dynamo
@@ -382,7 +381,7 @@ class _OptimizerSteps:
 
 
 def _warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
-    """Warn, as an error would be wrong: an optimizer may hold copies of the parameters in another precision only."""
+    # No error, because an optimizer may hold only copies of the parameters in another precision.
     of_model = {id(parameter) for parameter in module.parameters()}
     for index, optimizer in enumerate(optimizers):
         if not any(id(held) in of_model for group in optimizer.param_groups for held in group["params"]):
@@ -398,10 +397,10 @@ def _warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Opti
 
 
 class _OperationSteps:
-    """The operations of the target's module in the steps with a number in ``steps``.
+    """The operations of the target's module in ``steps``.
 
-    No event tells of the forward passes of a plain module: a step begins with :meth:`begin`, and the record with the
-    first forward pass. Each forward pass of a wrapper calls :meth:`begin_forward`.
+    Each forward pass of a wrapper calls :meth:`begin_forward`. A plain module has no such event: there the capture
+    starts with the step, in :meth:`begin`, and finds the first forward pass.
     """
 
     def __init__(self, target: Target, steps: Collection[int]) -> None:
@@ -416,7 +415,7 @@ class _OperationSteps:
         return step in self._steps
 
     def missing(self, last: int) -> str:
-        """Text with reason and next step if there are such steps, all without operations. ``last``: the last step."""
+        """Text with reason and next step if no operations were recorded, or empty. ``last``: the last step."""
         if not self._steps or self._has_any:
             return ""
         if self._target.has_compiled_wrapper:
@@ -436,20 +435,11 @@ class _OperationSteps:
         return "call the wrapper instead of its module; compile the module inside, not the wrapper"
 
     def begin(self, step: int) -> None:
-        """A step begins.
-
-        Raises:
-            LegacyDDPError: as :meth:`OperationCapture.start`.
-        """
         if self._is_plain and step in self._steps and not self._capture.is_running:
             self._capture.start()
 
     def begin_forward(self, step: int) -> None:
-        """A forward pass of a step begins: start the record at the first, and count the micro-batch.
-
-        Raises:
-            LegacyDDPError: as :meth:`OperationCapture.start`.
-        """
+        """Start the capture at the first forward pass of a step, and count the micro-batch."""
         if step not in self._steps:
             return
         if not self._capture.is_running:
@@ -457,22 +447,17 @@ class _OperationSteps:
         self._capture.begin_micro_batch()
 
     def end_backward(self) -> None:
-        """Before the exchange: end the record. After a call that failed, the next forward pass begins a new one.
-
-        Raises:
-            Exception: as :meth:`OperationCapture.stop`.
-        """
+        """End the capture, before the exchange. If the call fails, the next forward pass starts a new one."""
         if self._capture.is_running:
             self._operations = self._capture.stop()
 
     def take(self) -> Sequence[Operation]:
-        """The operations of the step, which ends."""
         found, self._operations = self._operations, ()
         self._has_any |= bool(found)
         return found
 
     def cancel(self) -> None:
-        """End the record, if there is one, without operations. In another thread the record ends as well."""
-        with suppress(LegacyDDPError):
+        """End the capture, if there is one, without operations."""
+        with suppress(LegacyDDPError):  # in another thread: the capture has ended nevertheless
             self._capture.cancel()
         self._operations = ()

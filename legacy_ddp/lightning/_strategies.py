@@ -26,8 +26,7 @@ from legacy_ddp._settings import INSTEAD, Settings, refuse_unknown, resolve_chec
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 
 _START_METHODS = {"legacy_ddp": "popen", "legacy_ddp_spawn": "spawn", "legacy_ddp_fork": "fork"}
-# Enough for a rank that is about to end to show its own error. A rank that hangs takes the full time.
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 5.0  # for a rank that is about to end, to show its own error
 _BUFFERS = (
     "leave it out: rank 0's buffers are sent before validation and at the end of training, those in ignore= are not; "
     "with Fabric call fabric.strategy.broadcast_buffers()"
@@ -57,7 +56,7 @@ _INSTEAD = {
 
 
 class _StrategyMixin:
-    """Takes the wrapper's arguments and makes the wrapper. A base class to the left of a DDPStrategy of Lightning."""
+    """Takes the wrapper's arguments and makes the wrapper. A base class before a DDPStrategy of Lightning."""
 
     @argument_errors
     def __init__(
@@ -75,7 +74,7 @@ class _StrategyMixin:
     ) -> None:
         refuse_unknown(type(self), kwargs, _StrategyMixin.__init__, super().__init__, instead=_INSTEAD)
         del find_unused_parameters  # there is nothing to search
-        # Check here, in a single process, before ranks are started; the wrapper of a rank reads the environment itself.
+        # Only a check, in one process, before ranks are started; the wrapper of a rank reads the environment itself.
         resolve_checks(checks)
         resolve_timeout(timeout_seconds)
         settings = Settings(
@@ -93,12 +92,11 @@ class _StrategyMixin:
         self._settings = settings
 
     def setup_environment(self) -> None:
-        """Make the process group, and set up the exit of this process."""
         super().setup_environment()  # type: ignore[misc]  # of the class that comes next
         set_up_exit(self._launcher)  # type: ignore[attr-defined]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step. The error for a forgotten reduction gets a note with the calls of Lightning."""
+        """Step. The error for a forgotten reduction gets a note that names the calls of Lightning."""
         try:
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]  # of the class that comes next
         except UnsynchronizedStepError as error:
@@ -109,7 +107,7 @@ class _StrategyMixin:
             raise
 
     def _wrap(self, module: nn.Module, scaler: LossScaler | None) -> LegacyDistributedDataParallel:
-        """Collective: the wrapper. ``scaler``: of Lightning, for the checks unless ``checks`` has a scaler."""
+        """Collective: the wrapper. ``scaler``: of Lightning, used if ``checks`` has no scaler."""
         settings = self._settings
         checks = settings.checks
         if scaler is not None and checks.grad_scaler is None:
@@ -142,9 +140,9 @@ class LegacyDDPStrategy(_StrategyMixin, _TrainerStrategy):
     """Lightning's DDPStrategy with :class:`legacy_ddp.LegacyDistributedDataParallel` in place of torch DDP.
 
     ``all_reduce()`` follows every backward pass, except while Lightning accumulates. It runs before
-    ``on_after_backward``, unscaling and clipping. Rank 0's buffers are sent before validation and at the end of
-    training; torch DDP sends them in every forward. ``trainer.model`` is the wrapper while ``fit`` runs; ``record`` is
-    the result of the last ``all_reduce()``, None before the first call.
+    ``on_after_backward``, unscaling and clipping. Rank 0 sends its buffers before validation and at the end of
+    training; with torch DDP it sends them in every forward. ``trainer.model`` is the wrapper while ``fit`` runs.
+    ``record`` is the result of the last ``all_reduce()``, None before the first call.
 
     Args:
         buffer_size, init_sync, gradient_as_bucket_view, reduce_dtype, ignore, checks, timeout_seconds: as for the
@@ -178,18 +176,15 @@ class LegacyDDPStrategy(_StrategyMixin, _TrainerStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Run backward, then ``all_reduce()``, which does nothing while Lightning accumulates. Collective.
-
-        The call is between the two halves of Lightning's own ``backward()``. After the second half gradients would be
-        unscaled and clipped before the reduction, so that ranks diverge, and ``on_after_backward`` would see gradients
-        of a single rank.
-        """
+        """Run backward, then ``all_reduce()``. Collective, except while Lightning accumulates."""
         precision, module = self.precision_plugin, self.lightning_module
         if module is None:
             raise RuntimeError("backward() has no LightningModule; call it from a Trainer that fits one")
         self.pre_backward(closure_loss)
         loss = precision.pre_backward(closure_loss, module)
         precision.backward(loss, module, optimizer, *args, **kwargs)
+        # Before post_backward(): after it, each rank would unscale and clip its own gradients before the reduction, so
+        # that ranks diverge, and `on_after_backward` would see the gradients of one rank.
         if isinstance(self.model, LegacyDistributedDataParallel):
             self.record = self.model.all_reduce()
         loss = precision.post_backward(loss, module)
@@ -198,7 +193,7 @@ class LegacyDDPStrategy(_StrategyMixin, _TrainerStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate inside the block: its backward passes stay on this rank."""
+        """Accumulate gradients inside the block, without ``all_reduce()``."""
         with self.model.no_sync() if isinstance(self.model, LegacyDistributedDataParallel) else nullcontext():
             yield
 
@@ -213,13 +208,12 @@ class LegacyDDPStrategy(_StrategyMixin, _TrainerStrategy):
         self._broadcast_buffers()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the ranks launched by this process as scripts when a rank is lost: a rank that hangs would live on."""
+        """If a rank is lost, end the ranks that this process launched as scripts: one that hangs would go on."""
         super().on_exception(exception)
         if isinstance(exception, LostPeerError):
             end_children(self._launcher)
 
     def teardown(self) -> None:
-        """Unwrap, then do the teardown of Lightning."""
         module = self.lightning_module
         if module is not None and isinstance(self.model, LegacyDistributedDataParallel):
             self.connect(module)
@@ -242,9 +236,8 @@ class LegacyDDPStrategy(_StrategyMixin, _TrainerStrategy):
 class LegacyDDPFabricStrategy(_StrategyMixin, _FabricStrategy):
     """Fabric's DDPStrategy with :class:`legacy_ddp.LegacyDistributedDataParallel` in place of torch DDP.
 
-    ``fabric.backward(loss)`` ends with ``all_reduce()``, which does nothing inside ``fabric.no_backward_sync()``. With
-    several models ``all_reduce()`` runs for every model that a backward has reached since the model's last call;
-    ``model=`` names a single model.
+    ``fabric.backward(loss)`` ends with ``all_reduce()``, except inside ``fabric.no_backward_sync()``. With several
+    models, it runs for each model that a backward has reached since the model's last call; ``model=`` names one model.
 
     Args:
         buffer_size, init_sync, gradient_as_bucket_view, reduce_dtype, ignore, checks, timeout_seconds: as for the
@@ -266,7 +259,7 @@ class LegacyDDPFabricStrategy(_StrategyMixin, _FabricStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._backward_sync_control = _SyncControl()
-        # In the order of set-up, which is the same on all ranks; a set would have a different order on each rank.
+        # In the order of set-up, equal on all ranks. A set would have another order on each rank.
         self._wrapped: list[weakref.ref[LegacyDistributedDataParallel]] = []
 
     def setup_module(self, module: nn.Module) -> LegacyDistributedDataParallel:  # type: ignore[override]  # no torch DDP
@@ -297,15 +290,13 @@ class LegacyDDPFabricStrategy(_StrategyMixin, _FabricStrategy):
         return super().get_module_state_dict(_unwrapped(module))
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load into the wrapped module."""
         super().load_module_state_dict(_unwrapped(module), dict(state_dict), strict)
 
     def _to_reduce(self, module: nn.Module | None) -> list[LegacyDistributedDataParallel]:
         """The wrappers to reduce after a backward.
 
-        A single model is always reduced: if the loss of a rank did not reach the model, the rank counts as zeros. With
-        several models only models with new gradients are reduced: a model out of use may be garbage-collected on some
-        ranks and not on others.
+        A single model is always reduced: a rank whose loss did not reach the model counts as zeros. Of several models,
+        only those with new gradients are reduced: an unused model may be garbage-collected on some ranks only.
         """
         if isinstance(module, LegacyDistributedDataParallel):
             return [module]
@@ -331,7 +322,6 @@ class _SyncControl(_BackwardSyncControl):
 
     @argument_errors
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """The wrapper's ``no_sync()``, if ``enabled``."""
         if not enabled:
             return nullcontext()
         if not isinstance(module, LegacyDistributedDataParallel):
@@ -347,10 +337,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def end_children(launcher: object) -> None:
-    """End the ranks launched by this process as scripts; kill the ranks that do not end within the grace time.
-
-    Otherwise a rank that hangs outlives the process that launched the rank.
-    """
+    """End the ranks that this process launched as scripts; kill those that do not end within the grace time."""
     _end(_scripts(launcher))
 
 
@@ -369,8 +356,8 @@ def _scripts(launcher: object) -> list[subprocess.Popen[bytes]]:
 
 def _end(listed: list[subprocess.Popen[bytes]]) -> None:
     children = list(listed)
-    # Lightning's observer thread reads this list. If it finds a failed process there, it kills this process, too,
-    # before our error is shown.
+    # Lightning's observer thread reads this list. If it finds a failed process in it, it also kills this process,
+    # before the error is shown.
     listed.clear()
     deadline = time.monotonic() + _GRACE_SECONDS
     for child in children:
@@ -388,8 +375,8 @@ def _end_if_failed(listed: list[subprocess.Popen[bytes]]) -> None:
 
 @cache
 def _destroy_at_exit() -> None:
-    # Lightning destroys the group for NCCL only. With gloo, a process that exits without destroying the group sometimes
-    # aborts in a thread of torch.
+    # Lightning destroys the group for NCCL only. With gloo, a process that exits with its group sometimes aborts in a
+    # thread of torch.
     atexit.register(_destroy)
 
 

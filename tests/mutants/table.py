@@ -757,7 +757,7 @@ WATCHDOG = (
     ),
     Mutant(
         "a handler of the script ends a call",
-        "        except Exception as error:  # noqa: BLE001 - of the script",
+        "        except Exception as error:  # noqa: BLE001 - code of the script must not end this call",
         "        except ZeroDivisionError as error:",
         "tests/test_log.py -k ends_no_call",
     ),

@@ -1,7 +1,7 @@
-"""A batch on the way to another rank: a description as JSON values, and the bytes of the tensors. Pure.
+"""Encoding of a batch for another rank: a description as JSON values, and the bytes of the tensors. Pure.
 
-Nothing is pickled: a received description makes containers, numbers and texts. A class (a named tuple, a dataclass, a
-mapping) is made again only if the receiver's own batch holds an instance of the same class.
+Nothing is pickled. A received description can create only containers, numbers and texts, and instances of classes
+(named tuples, dataclasses, mappings) that the receiver's own batch holds, too.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ _SEQUENCES: Sequence[type] = (list, tuple, torch.Size)
 _NOTHING: Mapping[int, str] = {}
 MAX_DEPTH = 100  # containers inside of each other; Python's recursion ends at about 300 of them
 _STEP = "pass tensors in lists, tuples, dicts, named tuples or dataclasses, with numbers and texts"
-_ALIGNMENT = 64  # of torch's allocations: a tensor at another address may use another kernel
+_ALIGNMENT = 64  # as torch allocates: a kernel may depend on the alignment of a tensor
 
 
 @dataclass(frozen=True)
 class Parcel:
     """All state for a run besides the shared parameters: see :func:`pack`.
 
-    ``generators``: states of the random generators. ``tensors``: by name, the parameters and buffers with values of the
-    batch's rank only.
+    ``generators``: states of the random generators. ``tensors``: by name, the parameters and buffers in which each rank
+    has its own values.
     """
 
     batch: Any
@@ -35,10 +35,9 @@ class Parcel:
 
 
 def pack(batch: object, generators: Any, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """One dimension of uint8 on the CPU: batch, generators and the tensors ``own``.
+    """Batch, generators and the tensors ``own`` as one dimension of uint8 on the CPU.
 
-    A tensor keeps dtype, shape, strides and ``requires_grad``. Elements between the elements of a tensor travel with
-    it.
+    A tensor keeps dtype, shape, strides and ``requires_grad``. The memory between its elements is sent, too.
     """
     tensors: list[torch.Tensor] = []
     description = {
@@ -57,7 +56,7 @@ def pack(batch: object, generators: Any, own: Mapping[str, torch.Tensor]) -> tor
 
 
 def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel:
-    """The inverse of :func:`pack`, in new memory. Tensors from an accelerator are put on ``device``."""
+    """The inverse of :func:`pack`, in new memory. Tensors that were on an accelerator are put on ``device``."""
     check_classes(data, classes)
     description, start = _description(data)
     tensors = []
@@ -72,7 +71,7 @@ def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel
 
 
 def check_classes(data: torch.Tensor, classes: Classes) -> None:
-    """Refuse a parcel with a class missing in ``classes``; an empty parcel, of a rank without a batch, has none."""
+    """Raises a TypeError for a parcel with a class that is not in ``classes``. The parcel may be empty."""
     if data.numel() and (unknown := sorted({*_description(data)[0]["classes"]} - {*classes})):
         raise TypeError(
             f"the batch of another rank holds {unknown[0]}, and the batch of this rank does not: expected batches "
@@ -127,9 +126,9 @@ def _padding(data: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(batch: object, where: str, tensors: list[torch.Tensor], outer: Mapping[int, str] = _NOTHING) -> Any:
-    """The JSON value for ``batch``; its tensors are appended to ``tensors``. ``where``: name of the batch in errors.
+    """The JSON value for ``batch``. Appends its tensors to ``tensors``.
 
-    ``outer``: the containers around ``batch``, the name of each by its id.
+    ``where``: name of ``batch`` in errors. ``outer``: the containers around it, the name of each by its id.
     """
     if batch is None or type(batch) in _EXACT:
         return batch
@@ -179,7 +178,7 @@ def _check_nesting(batch: object, where: str, outer: Mapping[int, str]) -> None:
 
 
 def _check_constructor(mapping: Mapping[Any, Any], where: str) -> None:
-    """Raises a TypeError for a mapping that its class cannot make from a dict, as a defaultdict."""
+    """Raises a TypeError for a mapping whose class cannot be called with a dict, such as a defaultdict."""
     try:
         type(mapping)(dict(mapping))  # type: ignore[call-arg]
     except Exception as error:

@@ -1,7 +1,4 @@
-"""Runs of batches on this rank: the state of model and process set aside, forward and backward, digests of all results.
-
-Afterwards the state is put back bit for bit.
-"""
+"""Runs of batches on this rank: forward, backward, and digests of all results. Restores the state afterwards."""
 
 import dis
 import functools
@@ -36,7 +33,7 @@ _STEP = "let run(model, batch) return the loss, without backward(), all_reduce()
 LOSS, GENERATORS, OTHERS = "the loss", "the random generators", "gradients outside of the model"
 _DEPTH = 4  # of containers, and of functions in closures
 _MOST = 1_000  # items of a container
-# Values of which no parts are looked at.
+# Values that are not searched for further values.
 _LEAVES = (torch.Tensor, torch.Generator, Iterator, DataLoader, nn.Module, bool, int, float, str)
 _STEP_FOR_ITERATOR = "take the item before, and pass it in the batch"
 _STEP_FOR_GENERATOR = (
@@ -49,12 +46,13 @@ _NOTHING: Mapping[str, torch.Tensor] = {}
 def state_set_aside(
     module: nn.Module, others: Sequence[nn.Module] = (), statistics: Mapping[str, torch.Tensor] = _NOTHING
 ) -> Iterator["SavedState"]:
-    """Inside the block every ``.grad`` of the model is None, and backward runs no hook after it adds to a gradient.
+    """Save the state for the block. In the block every ``.grad`` of the model is None, and no hook runs after backward
+    adds to a gradient.
 
     Afterwards every ``.grad`` is the same tensor as before, with its bits. Parameters, buffers, their version counters,
-    training flags and random generators are as before. ``others``: modules beside the model, with buffers and training
-    flags to put back. ``statistics``: buffers of these modules, which travel with a batch, by name. Not put back: state
-    outside of torch modules, for example a counter in Python.
+    training flags and random generators are as before. State outside of torch modules, for example a counter in Python,
+    is not restored. ``others``: modules beside the model, with buffers and training flags to restore. ``statistics``:
+    buffers of these modules that are sent with a batch, by name.
     """
     parameters = list(module.parameters())
     saved = SavedState(module, others, statistics)
@@ -72,9 +70,7 @@ class SavedState:
     Holds a copy of all parameters and buffers of the module, and of the buffers of the other modules.
     """
 
-    def __init__(
-        self, module: nn.Module, others: Sequence[nn.Module] = (), statistics: Mapping[str, torch.Tensor] = _NOTHING
-    ) -> None:
+    def __init__(self, module: nn.Module, others: Sequence[nn.Module], statistics: Mapping[str, torch.Tensor]) -> None:
         self.generators = generator_states(module)
         self._module, self._statistics = module, statistics
         self._is_restored = False
@@ -91,7 +87,7 @@ class SavedState:
         return [tensor for tensor, _ in self._tensors]
 
     def begin_run(self, generators: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
-        """Begin with the saved state again: no gradients, ``generators``, and the values ``own`` by tensor name."""
+        """Restore the saved state, but without gradients, with ``generators``, and with the tensors ``own`` by name."""
         self._restore_module()
         for parameter, _ in self._gradients:
             parameter.grad = None
@@ -101,10 +97,10 @@ class SavedState:
         tensors = {**dict(parameters), **dict(buffers), **self._statistics}
         for name, value in own.items():
             tensors[name].data.copy_(value)
-        torch.clear_autocast_cache()  # a cached copy of a weight would save the second run an operation
+        torch.clear_autocast_cache()  # with a cached copy of a weight the second run would have one operation less
 
     def restore(self) -> None:
-        """Put everything back, once; again, if an exception came before the end."""
+        """Restore everything. May be called again, also after an exception."""
         if self._is_restored:
             return
         self._restore_module()
@@ -121,7 +117,7 @@ class SavedState:
             _put_back(child._buffers, buffers)
         for tensor, copy in self._tensors:
             if not (is_digestible(copy) and torch.equal(as_bytes(tensor.detach()), as_bytes(copy))):
-                tensor.data.copy_(copy)  # raises no version, which counts as a step elsewhere
+                tensor.data.copy_(copy)  # without a new version, which would count as a step elsewhere
 
 
 def _put_back(present: dict[str, Any], before: Mapping[str, Any]) -> None:
@@ -131,7 +127,7 @@ def _put_back(present: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 
 def generator_states(module: nn.Module) -> dict[str, Any]:
-    """The states of the generators of this process, in values for a parcel."""
+    """The states of the generators of this process, of types that a parcel takes."""
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
@@ -146,7 +142,7 @@ def generator_states(module: nn.Module) -> dict[str, Any]:
 
 
 def restore_generators(module: nn.Module, states: dict[str, Any]) -> None:
-    """The inverse of :func:`generator_states`, also for the states of a different rank."""
+    """The inverse of :func:`generator_states`, also for the states of another rank."""
     torch.set_rng_state(states["cpu"])
     for device, state in zip(devices.devices_of(module.parameters()), states["devices"], strict=False):
         devices.set_generator_state(device, state)
@@ -169,9 +165,8 @@ def _held_by_modules(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]
 class Passes:
     """Forward and backward passes of the batches in parcels. Every pass has a new copy of its batch.
 
-    ``model``: the first argument of ``run``; ``module``: the plain module behind it. ``classes``: of the batch of this
-    rank, see :func:`~legacy_ddp.debug._cross_check.batch.classes_in`. ``names``: of the results, in the order of their
-    digests, on all ranks of replicas the same.
+    ``model``: the first argument of ``run``. ``module``: the plain module behind it. ``classes``: of the batch of this
+    rank, see :func:`classes_in`. ``names``: of the results, in the order of their digests, equal on all ranks.
 
     A pass raises a TypeError if ``run`` returns no loss, a ValueError if ``run`` called backward or step itself, and
     any failure of ``run`` or of backward.
@@ -191,11 +186,10 @@ class Passes:
         )
 
     def check_classes(self, data: torch.Tensor) -> None:
-        """Refuse a batch with an unknown class."""
         check_classes(data, self._classes)
 
     def run(self, data: torch.Tensor, *, with_operations: bool) -> tuple[Digests, list[Operation]]:
-        """The digests of all results of a pass; the operations, empty unless captured."""
+        """The digests of all results of a pass, and its operations; empty unless captured."""
         if not with_operations:
             return self._digests(data, nullcontext()), []
         capture = OperationCapture(self._module)
@@ -207,7 +201,7 @@ class Passes:
         return capture.kept
 
     def _digests(self, data: torch.Tensor, around: AbstractContextManager[object]) -> Digests:
-        """A 64-bit number for each of ``names``. ``around``: entered for forward and backward."""
+        """A 64-bit number for each of ``names``. ``around``: a context for forward and backward."""
         parcel = unpack(data, self._device, self._classes)
         self._saved.begin_run(parcel.generators, parcel.tensors)
         with _as_in_training(), _without_steps(), around:
@@ -270,14 +264,13 @@ def _describe_gradients(leaves: Sequence[torch.Tensor]) -> str:
 
 @contextmanager
 def _as_in_training() -> Iterator[None]:
-    """The modes of a training loop, whatever the modes of the caller."""
     with torch.enable_grad(), private_forwards():
         yield
 
 
 @contextmanager
 def _without_steps() -> Iterator[None]:
-    """In the block ``step()`` of any optimizer is an error on this thread: its state is not put back."""
+    """In the block ``step()`` of any optimizer is an error on this thread, because its state is not restored."""
     thread = threading.get_ident()
 
     def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -290,9 +283,9 @@ def _without_steps() -> Iterator[None]:
 
 
 def _other_leaves(loss: torch.Tensor, own: Collection[int]) -> list[torch.Tensor]:
-    """The leaves of the graph behind ``loss``, in the order of a walk from the loss, without the ids ``own``.
+    """The leaves of the graph behind ``loss``, in an order that follows from the graph, without the ids ``own``.
 
-    The walk is the same on ranks with the same graph. Leaves inside of a reentrant checkpoint are not in the graph.
+    Leaves inside of a reentrant checkpoint are not in the graph.
     """
     found: dict[int, torch.Tensor] = {}
     seen: set[Node] = set()
@@ -311,7 +304,7 @@ def _other_leaves(loss: torch.Tensor, own: Collection[int]) -> list[torch.Tensor
 
 @contextmanager
 def _gradients_set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """For the block the leaves have no gradient, and backward calls none of their hooks after the accumulation."""
+    """In the block the leaves have no gradient at first, and none of their hooks runs after the accumulation."""
     before = [(leaf, leaf.grad) for leaf in leaves]
 
     def put_back() -> None:
@@ -325,10 +318,13 @@ def _gradients_set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def held_values(run: object, module: nn.Module) -> dict[str, Any]:
-    """Tensors, numbers and texts inside of ``run``, by place. The model's own tensors and settings are left out.
+    """Tensors, numbers and texts inside of ``run``, by place. Leaves out the model's own tensors.
 
-    Of a container the first thousand items are looked at, and of an object the attributes with names in the code of
-    ``run``. Not seen are globals of functions inside of ``run``, and attributes of objects in a closure.
+    Searches the first thousand items of a container, and the attributes of an object with names in the code of ``run``.
+    It does not find globals of functions inside of ``run``, and attributes of objects in a closure.
+
+    Raises:
+        TypeError: ``run`` holds an iterator, a data loader or a generator.
     """
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     found: dict[str, Any] = {}
@@ -353,7 +349,7 @@ def held_modules(run: object) -> dict[str, nn.Module]:
 
 
 def held_statistics(run: object, module: nn.Module) -> dict[str, torch.Tensor]:
-    """The statistics of normalisation layers in modules inside of ``run``, by place; without layers of the model."""
+    """The statistics of normalisation layers in modules inside of ``run``, by place; without those of the model."""
     own = {id(buffer) for buffer in module.buffers()}
     found = {}
     for place, item in held_modules(run).items():
@@ -409,14 +405,14 @@ def _function_parts(function: FunctionType, *, with_globals: bool) -> Iterator[t
 
 
 def _global_names(code: CodeType) -> list[str]:
-    """The global names in a function and in its inner functions, without names of attributes."""
+    """The names of globals that a function and its inner functions read."""
     own = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"]
     inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _global_names(constant)]
     return list(dict.fromkeys([*own, *inner]))
 
 
 def _attributes(value: object, method: object) -> Iterator[tuple[str, Any]]:
-    """The attributes of ``value`` with a name in ``method``, or in methods with a name there."""
+    """The attributes of ``value`` with a name in ``method``, or in the methods of ``value`` that ``method`` names."""
     names = _attribute_names(type(value), method, set())
     for key, item in getattr(value, "__dict__", {}).items():
         if key in names and not isinstance(item, FunctionType | MethodType):
@@ -424,7 +420,7 @@ def _attributes(value: object, method: object) -> Iterator[tuple[str, Any]]:
 
 
 def _attribute_names(kind: type, method: object, found: set[str]) -> set[str]:
-    """Adds the names in ``method``, and in the methods and properties of ``kind`` with these names, to ``found``."""
+    """Add to ``found`` the names in ``method``, and those in the methods and properties of ``kind`` that it names."""
     method = method.fget if isinstance(method, property) else method
     if isinstance(method, FunctionType):
         new = _names_in(method.__code__) - found

@@ -1,4 +1,4 @@
-"""The runs and exchanges of a cross-check: the ring of all batches, the trial of one batch, and the first different
+"""Exchanges of a cross-check: the ring of all batches, the trial of one batch, and the search for the first different
 operation with its elements. Collective.
 """
 
@@ -41,7 +41,7 @@ _WINDOW = 2_000  # operations after the first difference, enough to align the se
 
 @dataclass(frozen=True)
 class Ring:
-    """The digests of the runs of all ranks, as in :func:`~legacy_ddp.debug._cross_check.verdict.differing_batches`.
+    """The digests of the runs of all ranks, as in :func:`differing_batches`.
 
     ``sizes``: bytes of the batch of each rank, 0 without a batch. ``operations``: of the two runs on this rank, by the
     name of the run; empty if they were not captured.
@@ -60,7 +60,7 @@ class Ring:
 
 
 def run_ring(call: Call, passes: Passes, data: torch.Tensor, *, with_operations: bool) -> Ring:
-    """Run the batch in ``data``, then that of the rank before; gather the digests, 16 bytes per result and rank."""
+    """Run the batch in ``data``, then the batch of the rank before. Gathers 16 bytes per result and rank."""
     rank, size = call.groups.rank, call.groups.size
     with call.phase("batch"):
         sizes = gather_sizes(call, data)
@@ -95,9 +95,9 @@ def run_ring(call: Call, passes: Passes, data: torch.Tensor, *, with_operations:
 class Trial:
     """The verdict about the batch of rank ``batch``, whose bytes are ``data``.
 
-    ``operations``: of the captured runs on this rank, by the name of the run; a run in the ring had this batch only on
-    the rank that its name says. ``differing``: names of the results in which the two runs of the verdict differ.
-    ``note``: the reason for missing operations, empty without a reason.
+    ``operations``: of the captured runs on this rank, by the name of the run. (A run in the ring had this batch only on
+    one rank.) ``differing``: names of the results in which the two runs of the verdict differ. ``note``: why operations
+    are missing, or empty.
     """
 
     batch: int
@@ -124,8 +124,8 @@ def try_batch(call: Call, passes: Passes, ring: Ring, batch: int, own: torch.Ten
     in_ring = {Witness(batch, ON_ITS_RANK): on_its_rank, Witness(next_rank, ON_NEXT_RANK): on_next_rank}
     verdict = judge(in_ring, repeats)
     if verdict.kind == "once" and ring.is_different_everywhere:
-        # A single event changes one batch. If all batches differ, all ranks have the cause in common, such as a warm-up
-        # in the first run, and to name the ranks of the examined batch alone would accuse them.
+        # A single event changes one batch. If all batches differ, the cause is common to all ranks, such as a warm-up
+        # in the first run. Then it would be wrong to name only the ranks of the examined batch.
         verdict = replace(verdict, ranks=tuple(rank for rank, size in enumerate(ring.sizes) if size))
     results = dict(in_ring)
     for rank, (first, second) in enumerate(repeats):
@@ -141,8 +141,7 @@ def _run_twice(
 ) -> tuple[list[Digests], dict[str, Sequence[Operation]], str]:
     """The digests of two runs, their operations, and the reason for missing operations.
 
-    A run that fails only under the capture (an operation without support for dispatch modes) is repeated without it:
-    the ranks are known then, and the operation is not.
+    If a run fails under the capture (an operation may lack support for dispatch modes), both are repeated without it.
     """
     digests: dict[str, Digests] = {}
     operations: dict[str, Sequence[Operation]] = {}
@@ -158,8 +157,9 @@ def _run_twice(
 
 
 def locate(call: Call, passes: Passes, trial: Trial) -> Place:
-    """The place of the difference, equal on all ranks. One more run on every rank, two for a rank that disagrees with
-    itself.
+    """The place of the difference, equal on all ranks.
+
+    May need one more run on every rank, or two if both runs of the verdict were on one rank.
     """
     odd, reference = trial.verdict.odd, trial.verdict.reference
     if odd.run not in trial.operations:
@@ -197,7 +197,7 @@ def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) 
 def _operations_of(call: Call, mine: list[Operation], receiver: int, sender: int) -> list[Operation]:
     """The operations of rank ``sender``, on rank ``receiver``; empty on all other ranks. ``mine``: of this rank.
 
-    The operations that both ranks have in common at the beginning are not sent. Of the others :data:`_WINDOW` are sent.
+    Leaves out the operations at the beginning that are equal on both ranks, and sends the next :data:`_WINDOW`.
     """
     rank = call.groups.rank
     texts = [repr(operation).encode(errors="backslashreplace") for operation in mine]
@@ -221,7 +221,7 @@ def _operations_of(call: Call, mine: list[Operation], receiver: int, sender: int
 def _compare_elements(
     call: Call, passes: Passes, trial: Trial, found: OperationDifference, odd: Witness, reference: Witness
 ) -> tuple[ElementDifference | None, str]:
-    """The difference of the first differing output in one more run of both sides; the reason for a missing one."""
+    """The difference of the first differing output in another run of both sides; else None and the reason."""
     outputs, sides = [], ((odd, found.start_a), (reference, found.start_b))
     positions = sorted({position for witness, position in sides if witness.rank == call.groups.rank})
     for witness, position in sides:
@@ -240,7 +240,7 @@ def _compare_elements(
 def _exchange_elements(
     call: Call, outputs: list[tuple[torch.Tensor, ...]], receiver: int, sender: int
 ) -> tuple[ElementDifference | None, str]:
-    """Compare the outputs on rank ``receiver``, and tell all ranks."""
+    """Compare the outputs on rank ``receiver``, and send the result to all ranks."""
     (own, other), rank = outputs, call.groups.rank
     is_sent = bool(other) and other[0].layout is torch.strided and other[0].nbytes <= LARGE_BYTES
     data = pack(other[0].detach(), None, {}) if is_sent else torch.empty(0, dtype=torch.uint8)
@@ -259,15 +259,14 @@ def _exchange_elements(
     return (ElementDifference.from_json(row) if row else None), note
 
 
-# Operations and their first difference travel as JSON values: asdict, and the way back.
-
-
 def operation_from(row: dict[str, Any]) -> Operation:
+    """The inverse of ``asdict``, after JSON."""
     values = {name: tuple(Value(**value) for value in row[name]) for name in ("inputs", "outputs")}
     return Operation(**{**row, **values, "parameters": tuple(row["parameters"])})
 
 
 def difference_from(row: dict[str, Any]) -> OperationDifference:
+    """The inverse of ``asdict``, after JSON."""
     return OperationDifference(
         **{
             **row,
@@ -293,7 +292,7 @@ def gather_sizes(call: Call, own: torch.Tensor) -> list[int]:
 
 
 def pass_on(call: Call, own: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The bytes of the previous rank in the ring; ``own`` goes to the next rank. ``sizes``: of all ranks, maybe 0."""
+    """Send ``own`` to the next rank in the ring; returns the bytes of the previous one. ``sizes``: of all ranks."""
     rank, size = call.groups.rank, call.groups.size
     if size == 1:
         return own
@@ -302,7 +301,7 @@ def pass_on(call: Call, own: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor
     received_lengths = [sizes[before] * (other == before) for other in range(size)]
     sent_lengths = [sizes[rank] * (other == after) for other in range(size)]
     options = call.options("AllToAll")
-    # No send and receive: gloo closes the connection if a wait for these ends by its timer, as it does in every poll.
+    # Not send and receive: gloo closes their connection if a wait ends by a timeout, and every poll is such a wait.
     call.run(
         call.groups.payload(received.device),
         lambda group: group.alltoall_base(received, own, received_lengths, sent_lengths, options),
@@ -311,7 +310,7 @@ def pass_on(call: Call, own: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor
 
 
 def give_to_all(call: Call, own: torch.Tensor, source: int, size_bytes: int) -> torch.Tensor:
-    """The tensor ``own`` of rank ``source``, of ``size_bytes`` bytes of dtype uint8 in one dimension, on every rank."""
+    """The tensor ``own`` of rank ``source`` (uint8, one dimension of ``size_bytes``) on every rank."""
     if call.groups.size == 1 or not size_bytes:
         return own
     data = own if call.groups.rank == source else torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
@@ -338,7 +337,7 @@ class Failures:
 
 @contextmanager
 def gathering_failures(call: Call) -> Iterator[Failures]:
-    """Run local work; after it the ranks exchange failures. The object is complete after the block."""
+    """Run local work. After the block the ranks exchange their failures, and the object holds all of them."""
     failures = Failures()
     try:
         yield failures
@@ -353,7 +352,7 @@ def gathering_failures(call: Call) -> Iterator[Failures]:
 
 @contextmanager
 def failing_together(call: Call, what: str) -> Iterator[None]:
-    """Run local work, with a failure on all ranks or on no rank. ``what``: name of the work in the error."""
+    """Run local work. If it fails on any rank, all ranks raise a PeerError. ``what``: name of the work in the error."""
     phase = call.phase_name
     with gathering_failures(call) as failures:
         yield

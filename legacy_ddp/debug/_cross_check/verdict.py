@@ -1,7 +1,6 @@
-"""The verdict about digests of runs (which ranks compute differently), and the report in words. Pure.
+"""Verdict of a cross-check: which ranks compute differently, and the report in words. Pure.
 
-Both sides of a cross-check have the same batch and, on one rank, the same code and settings. Fewer causes are possible
-than between two traces.
+Both sides of a cross-check have the same batch, so fewer causes are possible than between two traces.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,10 +57,10 @@ class Witness:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``ranks``: the ranks with a different computation; without a majority the ranks of all sides.
+    """``ranks``: the ranks that compute differently; without a majority the ranks of all sides.
 
     ``groups``: the ranks with equal results, the largest group first. ``odd``, ``reference``: two runs with different
-    results, the first on one of ``ranks``.
+    results; ``odd`` is on one of ``ranks``.
     """
 
     kind: Kind
@@ -82,18 +81,16 @@ class Verdict:
 def differing_batches(on_its_rank: Sequence[Digests | None], on_next_rank: Sequence[Digests | None]) -> list[int]:
     """The ranks whose batch gave other results on the next rank.
 
-    ``on_its_rank[r]``, ``on_next_rank[r]``: of the batch of rank r, on rank r and on the next rank. None without a
-    batch.
+    ``on_its_rank[r]``, ``on_next_rank[r]``: digests for the batch of rank r, on rank r and on the next rank. None
+    without a batch.
     """
     pairs = zip(on_its_rank, on_next_rank, strict=True)
     return [rank for rank, (digests, next_digests) in enumerate(pairs) if digests != next_digests]
 
 
 def choose_batch(batches: Sequence[int], size: int) -> int:
-    """The batch to examine: of a rank common to two disagreements, otherwise the first.
-
-    A rank with a constant fault disagrees about its own batch and about the batch before.
-    """
+    """The batch to examine: that of a rank with two disagreements, otherwise the first of ``batches``."""
+    # A rank with a constant fault disagrees about its own batch and about the batch of the rank before.
     common = [rank for rank in batches if (rank - 1) % size in batches]
     return common[0] if common else batches[0]
 
@@ -101,7 +98,7 @@ def choose_batch(batches: Sequence[int], size: int) -> int:
 def judge(ring: Mapping[Witness, Digests], repeats: Sequence[tuple[Digests, Digests]]) -> Verdict:
     """The verdict about one batch.
 
-    ``ring``: of the two runs in the ring, which differ. ``repeats[r]``: of two runs of the batch on rank r afterwards.
+    ``ring``: the different digests of the two runs in the ring. ``repeats[r]``: digests of two later runs on rank r.
     """
     values = [first for first, _ in repeats]
     groups = tuple(ranks for _, ranks in group_ranks(values))
@@ -114,16 +111,16 @@ def judge(ring: Mapping[Witness, Digests], repeats: Sequence[tuple[Digests, Dige
         return Verdict("differs", ranks, groups, Witness(groups[1][0], REPEAT), Witness(groups[0][0], REPEAT))
     # The two runs in the ring differ, and all repetitions are equal: at least one run in the ring differs from them.
     changed = sorted((run for run, digests in ring.items() if digests != values[0]), key=lambda run: run.rank)
-    ranks = tuple(dict.fromkeys(run.rank for run in changed))  # a rank alone made both runs
+    ranks = tuple(dict.fromkeys(run.rank for run in changed))  # one rank made both runs if it is the only rank
     return Verdict("once", ranks, groups, changed[0], Witness(ranks[0], REPEAT))
 
 
 @dataclass(frozen=True)
 class Place:
-    """``difference``: of operations; None without a difference. ``elements``: of the first differing output, if known.
-    ``count``: of operations of the differing run; ``last``: the number of the last of them. ``note``: the reason for a
-    missing difference or for missing elements, empty without a reason. ``is_intermittent``: the output was equal in one
-    more run.
+    """``difference``: of operations, None without one. ``elements``: of the first differing output, None if not known.
+
+    ``count``: number of operations of the differing run. ``last``: the number of the last of them. ``note``: why the
+    difference or the elements are missing, or empty. ``is_intermittent``: the output was equal in one more run.
     """
 
     difference: OperationDifference | None = None
@@ -150,9 +147,9 @@ class CrossCheckReport:
     ``ranks``: empty if equal; all ranks if there is no majority, for example with two ranks. ``batch``: the rank of the
     examined batch. ``compared``: the number of results; ``differing``: names of the results with a difference.
     ``module``, ``operation``, ``stage``: of the first different operation; empty if not known. ``elements``: of its
-    output, None if not known. ``settings``: settings with different values on the ranks, as texts (one for more than
-    three modules in the same mode); looked at only after a difference. ``who``, ``place``, ``next_step``: phrases for
-    a reader.
+    output, None if not known. ``settings``: after a difference, the settings with different values on the ranks, as
+    texts (one text for more than three modules in the same mode). ``who``, ``place``, ``next_step``: phrases for a
+    reader.
 
     Example:
         >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).verdict
@@ -214,7 +211,7 @@ def report_of(
     place: Place,
     settings: Sequence[Difference],
 ) -> CrossCheckReport:
-    """The report after a difference. ``compared``: the number of results; ``differing``: names of results."""
+    """The report after a difference. Arguments as in :class:`CrossCheckReport`."""
     labels = _labels(verdict)
     cause = explain_by(_CAUSES, _Case(verdict, place, labels, _facts(verdict, settings)))
     operation = place.difference.operation if place.difference else None
@@ -245,7 +242,7 @@ def _labels(verdict: Verdict) -> Labels:
 
 
 def _facts(verdict: Verdict, settings: Sequence[Difference]) -> Facts:
-    """The settings that differ between the two sides: one value on all ranks of a side, another on all of the other."""
+    """The settings with one value on all ranks of one side, and another value on all ranks of the other side."""
     odd, reference = verdict.odd, verdict.reference
     if odd.rank == reference.rank:
         return {}
@@ -305,10 +302,7 @@ def _where(place: Place, verdict: Verdict, labels: Labels, cause: Explanation) -
 
 @dataclass(frozen=True)
 class _Case:
-    """A verdict with its place, and the attributes that the rows ask for.
-
-    ``facts``: the settings with other values on the two compared ranks.
-    """
+    """A verdict with its place, and the attributes that the rows ask for. ``facts``: see :func:`_facts`."""
 
     verdict: Verdict
     place: Place
@@ -330,23 +324,23 @@ class _Case:
 
     @property
     def is_other_call(self) -> bool:
-        """Whether the code of two runs made other calls: other operations, or other arguments of one operation."""
+        """Whether the two runs made other calls: other operations, or other arguments of one operation."""
         found = self.found
         is_other = found and (found.kind in ("sequence", "order", "form") or found.a[0].settings != found.b[0].settings)
         return bool(is_other)
 
     @property
     def of_operation(self) -> Explanation:
-        """The explanation of the different operation. Results differ: operations of only one side may be the cause."""
         if self.found is None:
             return Explanation("", "")
-        has_no_effect = self.found.has_effect is False
-        return explain(replace(self.found, tensors_differ=has_no_effect), self.labels, self.facts)
+        # Results differ: if no values of common operations do, operations of only one side may be the cause.
+        completed = replace(self.found, tensors_differ=not self.found.has_effect)
+        return explain(completed, self.labels, self.facts)
 
     @property
     def between_ranks(self) -> Explanation:
         found = self.of_operation
-        # After the cross-check that has just been made, another cross-check is no next step.
+        # A cross-check is no next step after a cross-check.
         if self.found is None or found.next_step.endswith(CROSS_CHECK):
             return explain_by([_OTHER_KERNEL], self)
         return Explanation(found.meaning, found.next_step.replace("diff again", "check again"))

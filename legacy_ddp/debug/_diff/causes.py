@@ -1,4 +1,4 @@
-"""Differences around the training, as possible causes: environment, data, amounts, metrics, and settings."""
+"""Differences around the training as possible causes: environment, data, amounts, metrics and settings."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ def by_likelihood(facts: Sequence[str]) -> list[str]:
 
 
 def causes_by_rank(pairs: Sequence[tuple[Environment, Environment]]) -> list[Cause]:
-    """Facts which differ between rank r of A and rank r of B; ``pairs`` are in rank order."""
+    """Facts that differ between rank r of A and rank r of B; ``pairs`` are in rank order."""
     causes = []
     for fact in by_likelihood([fact for a, b in pairs for fact in (*a.facts, *b.facts)]):
         values = {a.rank: (a.facts.get(fact, MISSING), b.facts.get(fact, MISSING)) for a, b in pairs}
@@ -56,7 +56,7 @@ def causes_by_rank(pairs: Sequence[tuple[Environment, Environment]]) -> list[Cau
 
 
 def causes_by_run(a: Sequence[Environment], b: Sequence[Environment]) -> tuple[list[Cause], list[str]]:
-    """Facts with one value in all of A and another value in all of B; and facts with several values in a run."""
+    """Facts with one value on all ranks of A and another on all ranks of B; and facts with several values in a run."""
     causes, mixed = [], []
     for fact in by_likelihood([fact for environment in (*a, *b) for fact in environment.facts]):
         left, right = (list({item.facts.get(fact, MISSING): None for item in run}) for run in (a, b))
@@ -68,15 +68,13 @@ def causes_by_run(a: Sequence[Environment], b: Sequence[Environment]) -> tuple[l
 
 
 def _on_ranks(what: str, sides: Mapping[int, tuple[str, str]], where: Sequence[str]) -> Cause:
-    """The values of A and B on the first of the ranks, with the rank if other ranks have other values."""
+    """The values of A and B on the first of the ranks. Names that rank if other ranks have other values."""
     rank, (left, right) = next(iter(sides.items()))
     shown = [f"shown for rank {rank}"] if len({*sides.values()}) > 1 else []
     return _two_sides(what, left, right, [*where, *shown])
 
 
 class _CallDifference(NamedTuple):
-    """The first step with a difference between two calls, and both values."""
-
     step: int
     a: str
     b: str
@@ -91,7 +89,7 @@ class CallDifferences:
         self._inputs_known: dict[int, bool] = {}
 
     def add_rank(self, rank: int, pair: Pair, until: int | None) -> None:
-        """Compare the calls of a rank up to a step. Parses one short line per step and file."""
+        """Compare the calls of a rank up to the step ``until``. Parses one short line per step and file."""
         for step in pair.steps:
             if until is not None and step > until:
                 break
@@ -104,7 +102,7 @@ class CallDifferences:
                 self._found.setdefault(kind, {}).setdefault(rank, _CallDifference(step, left, right, detail))
 
     def causes(self, until: int) -> list[Cause]:
-        """The differences up to a step, each with its first step."""
+        """The differences up to the step ``until``, likeliest first, each with its first step."""
         causes = []
         for kind in _ORDER:
             found = self._found.get(kind, {})
@@ -127,7 +125,7 @@ class CallDifferences:
 
 @dataclass
 class StepTotals:
-    """Amounts of all ranks of a run in one step. ``inputs``: in rank order, None if some are unknown."""
+    """Sums over all ranks of a run in one step. ``inputs``: in rank order, None if some are unknown."""
 
     micro_batches: int = 0
     sample_size: int = 0
@@ -136,7 +134,7 @@ class StepTotals:
 
 
 def step_totals(traces: Iterator[RankTrace], until: int, world_size: int) -> dict[int, StepTotals]:
-    """The totals of every step up to ``until`` which all ranks recorded."""
+    """The totals of each step up to ``until`` that all ranks recorded."""
     totals: dict[int, StepTotals] = {}
     for trace in traces:
         for step in trace.steps:
@@ -151,11 +149,9 @@ def step_totals(traces: Iterator[RankTrace], until: int, world_size: int) -> dic
 
 
 def total_causes(a: dict[int, StepTotals], b: dict[int, StepTotals], *, reproducible: bool) -> list[Cause]:
-    """The first differences of totals between runs of different world sizes.
-
-    Inputs are compared only between reproducible runs, because there the order of the ranks' inputs has a meaning.
-    """
+    """The first differences of totals between runs of different world sizes."""
     common = sorted({*a} & {*b})
+    # Only in reproducible runs the order of inputs over all ranks has a meaning.
     causes = list(_total_input_cause(a, b, common)) if reproducible else []
     for kind, attribute in zip(TOTALS, ("micro_batches", "sample_size"), strict=True):
         amounts = ((step, getattr(a[step], attribute), getattr(b[step], attribute)) for step in common)
@@ -175,7 +171,7 @@ def _total_input_cause(a: dict[int, StepTotals], b: dict[int, StepTotals], steps
 
 
 def _differences(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, str]]:
-    """Kind, value in A, value in B and detail of every difference."""
+    """Kind, value in A, value in B, and detail of every difference."""
     yield from _first_input_difference(a, b)
     if _counts_micro_batches(a) and _counts_micro_batches(b):
         if a.micro_batches != b.micro_batches:
@@ -208,12 +204,11 @@ def _input_difference(a: tuple[str, str], b: tuple[str, str]) -> tuple[str, str,
 
 
 def _counts_micro_batches(call: CallFacts) -> bool:
-    """Whether the number of micro-batches is known: a call for a plain module takes part, and counts none."""
-    return call.micro_batches > 0 or not call.took_part
+    return call.micro_batches > 0 or not call.took_part  # a call for a plain module takes part, and counts none
 
 
 def _input_position(index: int, a: CallFacts, b: CallFacts) -> str:
-    """``forward pass 2 of 3``; ``forward pass 2`` with another number of forward passes in A and B."""
+    """``forward pass 2 of 3``; ``forward pass 2`` if A and B have other numbers of forward passes."""
     of_all = f" of {a.forwards}" if a.forwards == b.forwards else ""
     if all(len(call.inputs) == call.forwards for call in (a, b)):
         return f"forward pass {index + 1}{of_all}"
@@ -223,7 +218,7 @@ def _input_position(index: int, a: CallFacts, b: CallFacts) -> str:
 def metric_differences(pair: Pair) -> tuple[MetricDifference, ...]:
     """The first difference of each metric, in the order of the steps. Values are compared exactly; NaN equals NaN.
 
-    Every rank has the same sums: a pair of ranks stands for both runs. Parses one short line per step and file.
+    One pair of ranks is enough, because all ranks of a run have the same sums. Parses one short line per step and file.
     """
     firsts: dict[str, tuple[int, float | str | None, float | str | None]] = {}
     counts: dict[str, int] = {}
@@ -251,11 +246,11 @@ _IMPLEMENTATIONS = {"foreach", "fused", "capturable", "differentiable"}
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
 TAKEN = "taken"  # of a step of an optimizer
 _NAME = re.compile(r"((?:optimizer \d+: )?)(.*) of (parameter group \d+)", re.DOTALL)
-_OF_ONE_SIDE = "rest"  # in place of the keys that one side alone has
+_OF_ONE_SIDE = "rest"  # the joined name of the keys that only one side has
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """``optimizer 1: `` or nothing, the key, and the parameter group."""
+    """``optimizer 1: `` or an empty text, the key, and the parameter group."""
     found = _NAME.fullmatch(name)
     return (found[1], found[2], found[3]) if found else ("", name, "")
 
@@ -273,9 +268,10 @@ def chooses_implementation(name: str) -> bool:
 class _OnRank:
     """A difference on one rank.
 
-    ``first``, ``last``: its steps. ``count``: their number. ``span``, ``compared``: the number of compared steps from
-    ``first`` to ``last``, and to the last compared one. ``value``: at ``first``. ``present``: at the step of the first
-    different tensors, None if there is no difference there.
+    ``first``, ``last``: the first and the last step with the difference. ``count``: the number of steps with it.
+    ``span``: the number of compared steps from ``first`` to ``last``. ``compared``: the same from ``first`` to the last
+    compared step. ``value``: at ``first``. ``present``: at the step of the first different tensors, None if there is
+    no difference at that step.
     """
 
     first: int
@@ -296,7 +292,7 @@ class _OnRank:
 
 @dataclass(frozen=True)
 class SettingDifference:
-    """A setting that differs, by rank. ``is_step``: instead, a step that an optimizer took on one side alone."""
+    """A setting that differs, by rank. ``is_step``: a step that an optimizer took on only one side, not a setting."""
 
     name: str
     ranks: Mapping[int, _OnRank]
@@ -304,12 +300,11 @@ class SettingDifference:
 
     @property
     def first(self) -> int:
-        """The first step in which it differs."""
         return min(on.first for on in self.ranks.values())
 
     @property
     def when(self) -> str:
-        """``from step 3``, ``in steps 3-5``; the first step alone if ranks differ in their steps."""
+        """``from step 3`` or ``in steps 3-5``; ``first in step 3`` if it differs in other steps on other ranks."""
         texts = {on.when for on in self.ranks.values()}
         return texts.pop() if len(texts) == 1 and not self.is_step else f"first in step {self.first}"
 
@@ -319,22 +314,22 @@ class SettingDifference:
 
     @property
     def is_of_one_side(self) -> bool:
-        """Whether one side alone has the setting, so that its values cannot be compared."""
+        """Whether only one side has the setting. Its values cannot be compared then."""
         values = [entry.value for on in self.ranks.values() for entry in (on.value.a, on.value.b)]
         return None in values or _parts(self.name)[1] == _OF_ONE_SIDE
 
     @property
     def present(self) -> dict[int, EntryDifference]:
-        """The values at the step of the first different tensors, on the ranks with a difference there."""
+        """The values at the step of the first different tensors, on the ranks where they differ at that step."""
         return {rank: on.present for rank, on in self.ranks.items() if on.present is not None}
 
 
 class SettingDifferences:
-    """The settings that differ in some steps, and the steps of an optimizer that one side alone took.
+    """The settings that differ in some steps, and the steps of an optimizer that only one side took.
 
     ``steps``: to compare, ascending. ``at``: the step of the first different tensors, None without any. A pair is two
-    runs on a rank, or rank 0 of a run with another rank. Settings are compared where both sides recorded them: the
-    start of a run has none, and neither has a call without a step of the optimizer after it.
+    runs on a rank, or rank 0 of a run and another rank. Settings are compared where both sides recorded them: the
+    start of a run has none, and a call has none if no step of the optimizer follows.
     """
 
     def __init__(self, steps: Sequence[int], at: int | None) -> None:
@@ -344,8 +339,8 @@ class SettingDifferences:
 
     @staticmethod
     def has_any(pair: Pair) -> bool:
-        """Whether a step may have such a difference. Parses nothing."""
-        starts = _starts(pair)
+        """Whether a step may have a difference of settings. Parses nothing."""
+        starts = pair.starts
         digests = ((step, pair.a.digest(step, "settings"), pair.b.digest(step, "settings")) for step in pair.steps)
         return any(a != b and not (step in starts and None in (a, b)) for step, a, b in digests)
 
@@ -387,12 +382,8 @@ class SettingDifferences:
                 ranks[rank].compared += 1
 
 
-def _starts(pair: Pair) -> set[int]:
-    return {trace.environment.first_step - 1 for trace in (pair.a, pair.b)}
-
-
 def _settings(a: dict[str, Entry], b: dict[str, Entry]) -> list[EntryDifference]:
-    """The settings that differ; those of a parameter group that one side alone has are joined."""
+    """The settings that differ. The settings of a parameter group that only one side has are joined to one."""
     found: list[EntryDifference] = []
     of_one_side: dict[str, list[EntryDifference]] = {}
     for item in entry_differences(a, b):
@@ -415,11 +406,11 @@ def _joined(side: Sequence[tuple[str, str | None]]) -> Entry:
 
 
 def _optimizer_steps(pair: Pair, step: int, a: dict[str, Entry], b: dict[str, Entry]) -> dict[str, EntryDifference]:
-    """The optimizers with settings on one side alone, although both runs recorded the same optimizers there."""
+    """The optimizers with settings in this step on only one side, if both sides recorded the same optimizers."""
     traces = pair.a, pair.b
     optimizers = {trace.environment.facts.get("optimizer", NO_OPTIMIZER) for trace in traces}
     is_recorded = all(trace.digest(step, "parameters") is not None for trace in traces)
-    if step in _starts(pair) or not is_recorded or len(optimizers) > 1 or NO_OPTIMIZER in optimizers:
+    if step in pair.starts or not is_recorded or len(optimizers) > 1 or NO_OPTIMIZER in optimizers:
         return {}
     taken = [dict.fromkeys(map(_step_of, side)) for side in (a, b)]
     return {
@@ -430,15 +421,16 @@ def _optimizer_steps(pair: Pair, step: int, a: dict[str, Entry], b: dict[str, En
 
 
 def _step_of(name: str) -> str:
-    """The step that used the setting of this name: ``step of optimizer 1``."""
+    """The step of the optimizer of this setting: ``step of optimizer 1``."""
     return f"step of {_parts(name)[0].removesuffix(': ') or 'the optimizer'}"
 
 
 def explaining(step: int, ranks: Collection[int], settings: Sequence[SettingDifference]) -> list[Divergence]:
-    """The settings that may explain why tensors of two runs differ after a step, and others that differ in this step.
+    """The settings that differ in a step, as divergences, if one of them explains why tensors differ after the step.
 
-    Empty if no setting explains it: one that both runs have, that acts on a step, and that differs in this step on one
-    of the ``ranks`` with different tensors. The likeliest come first: those that differ from this step on.
+    A setting explains it if both runs have it, if it changes a step by more than rounding, and if it differs on one of
+    the ``ranks`` with different tensors. The likeliest come first: those that differ from this step on. Empty if no
+    setting explains it.
     """
 
     def unlikeliness(item: SettingDifference) -> tuple[bool, bool, bool]:
@@ -458,7 +450,10 @@ def explaining(step: int, ranks: Collection[int], settings: Sequence[SettingDiff
 def setting_causes(
     found: SettingDifferences, first: Divergence | None, cause_of: Callable[[SettingDifference], Cause]
 ) -> tuple[list[Cause], list[Cause], list[Cause]]:
-    """Settings that may explain the first difference, without its own name; other settings; and settings apart."""
+    """Settings that may explain the first difference; other settings; settings that change a step by rounding only.
+
+    None of them is the first difference itself.
+    """
     likely: list[Cause] = []
     others: list[Cause] = []
     apart: list[Cause] = []

@@ -1,8 +1,7 @@
-"""Comparison of labelled sides: two runs, or the ranks of one run. Digests decide the verdict.
+"""Comparison of two runs, or of the ranks of one run, by digests.
 
-Pairs of files are compared: rank r of A with rank r of B, or rank 0 of a run with every other rank. Of the ranks of a
-run a majority is named, but not called right. The files of the sides that differ are read again up to the first
-difference.
+Pairs of files are compared: rank r of A with rank r of B, or rank 0 of a run with every other rank. Files that differ
+are read a second time, up to the first difference.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -67,24 +66,23 @@ _FACTS_OF_A_RANK = (*causes.EXCLUDED, "seed", "devices")
 
 
 def compare_runs(a: Run, b: Run) -> Comparison:
-    """Differences between two runs, in the steps and phases which both recorded.
+    """Differences between two runs, in the steps and phases that both recorded.
 
-    Rank r is compared with rank r. Runs of different world sizes are compared in the phases which ranks share: rank 0
-    with rank 0, and the ranks of each run with each other. Every file is read once, and the files of differing ranks
-    again up to the first different tensors, those of ranks with different settings among them. Where lines differ their
-    digests are parsed, and whole lines only in the first location. Two files are open at a time. Memory grows with the
-    number of steps plus the number of ranks, and for different world sizes with the differences between the ranks of a
-    run (see :func:`compare_ranks`).
+    Rank r is compared with rank r. If the world sizes differ, only the phases that ranks share are compared: rank 0
+    with rank 0, and the ranks of each run with each other. Every file is read once; the files of differing ranks are
+    read again up to the first different tensors. Two files are open at a time. Memory grows with the number of steps
+    plus the number of ranks, and for different world sizes as in :func:`compare_ranks`.
     """
     return _result(_RunPairs(a, b).found())
 
 
 def compare_ranks(run: Run) -> Comparison:
-    """Differences between the ranks of one run, in the phases which ranks share.
+    """Differences between the ranks of one run, in the phases that ranks share.
 
-    Local gradients, inputs and buffers matching ``local_buffers`` belong to single ranks and are not compared. The
-    verdict about a run of one rank is ``unknown``. Every file is read once, and again up to the first difference; two
-    files are open at a time. Memory: 16 bytes per different rank for each step and phase with a difference.
+    Local gradients, inputs and buffers matching ``local_buffers`` belong to single ranks and are not compared. A
+    majority is named, but not called right. The verdict about a run of one rank is ``unknown``. Every file is read
+    once, and again up to the first difference; two files are open at a time. Memory: 16 bytes per different rank for
+    each step and phase with a difference.
     """
     if run.world_size == 1:
         headline = "cannot tell: one rank only, and no other to compare it with; name two runs"
@@ -104,13 +102,13 @@ class _Words:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the comparison of all pairs found, as the verdict needs it.
+    """What the comparison of all pairs found.
 
-    ``recorded``: what each run recorded; ``compared``: what was compared. ``steps``: in which a difference counts,
-    ascending. ``locations``: all of them; ``divergences``: in the first of them. ``evidence``: fields of
-    :class:`Evidence` that only one kind of comparison has. ``problems``: inside of a run. ``notes``: parts of the
-    traces without a comparison; ``notes_if_same``: differences that changed no bit. ``equal``: the equal sides, and
-    ``where``: the ranks of the first divergence, for the headline.
+    ``recorded``: by each run. ``compared``: on every rank. ``steps``: those in which a difference counts, ascending.
+    ``locations``: all locations with a difference. ``divergences``: the differences in the first location.
+    ``evidence``: fields of :class:`Evidence` that only one kind of comparison has. ``notes``: about parts that were not
+    compared. ``notes_if_same``: about differences that changed no bit. ``equal``, ``where``: for the headline, the
+    equal sides and the ranks of the first divergence. ``problems``: differences between the ranks of one run.
     """
 
     words: _Words
@@ -133,18 +131,18 @@ class _Found:
     metrics: tuple[MetricDifference, ...] = ()
 
     def starting_runs(self, step: int) -> list[str]:
-        """Labels of the runs which start with the state after ``step``."""
+        """Labels of the runs that start with the state after ``step``."""
         pairs = zip(self.recorded, self.runs, strict=True)
-        return [item.label for item, run in pairs if step == run.environments[0].first_step - 1]
+        return [item.label for item, run in pairs if step == run.environments[0].start]
 
     def resumed(self) -> tuple[str, int] | None:
         """Label and start of the run that starts later; None if all runs start with the same step."""
-        starts = {run.environments[0].first_step - 1: item for item, run in zip(self.recorded, self.runs, strict=True)}
+        starts = {run.environments[0].start: item for item, run in zip(self.recorded, self.runs, strict=True)}
         return (starts[max(starts)].label, max(starts)) if len(starts) > 1 else None
 
 
 def _result(found: _Found) -> Comparison:
-    """The verdict, from the weightiest reason down: a difference, a doubt, equality."""
+    """The result: a difference if there is one, else the first doubt, else equality."""
     if found.divergences:
         return _different(found, *found.divergences)
     if doubt := next(filter(None, _doubts(found)), ""):
@@ -186,7 +184,7 @@ def _different(found: _Found, first: Divergence, *others: Divergence) -> Compari
 
 
 def _doubts(found: _Found) -> Iterator[str]:
-    """The reasons not to say ``same`` although nothing differs, the weightiest first; empty texts are none."""
+    """Reasons not to say ``same`` although nothing differs, the most important first. An empty text is no reason."""
     steps = found.compared.steps
     for run, recorded in zip(found.runs, found.recorded, strict=True):
         if recorded.damage:
@@ -232,7 +230,7 @@ def _comparison(found: _Found, verdict: Answer, headline: str, **more: Any) -> C
 
 
 class _RunPairs:
-    """Rank r of A and rank r of B. With different world sizes, rank 0 stands for each run, in the shared phases."""
+    """Rank r of A and rank r of B. If the world sizes differ: rank 0 of A and of B, in the phases that ranks share."""
 
     _words = _Words("runs", "both", "no step was compared on every rank", "no phase was recorded by both")
 
@@ -279,9 +277,9 @@ class _RunPairs:
             self._operations.add_rank(rank, pair, first and first[0])
 
     def found(self) -> _Found:
-        """If only settings differ, there is no divergence but a note: they changed no bit."""
         problems = [] if self._has_equal_sizes else [*self._compare_ranks_of_each()]
         tensors = first_of_tensors(self._locations.found)
+        # If only settings differ, there is no divergence but a note: they changed no bit.
         divergences, size = self._read(tensors)
         settings = self._compare_settings(tensors)
         if tensors and tensors[1] > SETTINGS:
@@ -316,7 +314,7 @@ class _RunPairs:
         )
 
     def _read(self, key: Key | None) -> tuple[list[Divergence], float | None]:
-        """The divergences in a location and their size; read from the files of the differing ranks."""
+        """The divergences in a location, and the greatest relative difference of norms there. Reads files again."""
         if key is None:
             return [], None
         step, phase = key[0], PHASES[key[1]]
@@ -330,12 +328,9 @@ class _RunPairs:
         return divergences_of_runs(step, phase, ranks, entries())
 
     def _compare_settings(self, tensors: Key | None) -> SettingDifferences:
-        """The settings that differ up to the step of the first different tensors; of all steps without any.
-
-        A start has no settings: those of the next step count.
-        """
+        """The settings that differ up to the step of the first different tensors; of all steps without any."""
         steps = self._compared.any_steps
-        until = _settings_until(steps, tensors, [run.environments[0].first_step - 1 for run in self._runs])
+        until = _settings_until(steps, tensors, [run.environments[0].start for run in self._runs])
         found = SettingDifferences([step for step in steps if step <= until], tensors and tensors[0])
         for rank in self._ranks_with_other_settings:
             with self._open(rank, until=until) as pair:
@@ -381,7 +376,7 @@ class _RunPairs:
         }
 
     def _growth(self, first: Divergence) -> Growth:
-        """Growth of the difference on one rank. Reads the files of the rank again."""
+        """Growth of the difference on the first differing rank. Reads its files again."""
         with self._open(first.ranks[0]) as pair:
             return find_growth(pair, first.step)
 
@@ -405,11 +400,11 @@ class _RunPairs:
 
 
 def _settings_until(steps: Sequence[int], tensors: Key | None, starts: Sequence[int]) -> int:
-    """The last step in which settings are compared."""
     if tensors is None:
         return steps[-1] if steps else 0
     if tensors[0] not in starts:
         return tensors[0]
+    # A start has no settings: those of the next step count.
     return min((step for step in steps if step > tensors[0]), default=tensors[0])
 
 
@@ -418,7 +413,7 @@ def _setting_evidence(found: SettingDifferences) -> Mapping[str, tuple[SettingDi
 
 
 class _RankPairs:
-    """Rank 0 of a run with every other rank, in the shared phases."""
+    """Rank 0 of a run and every other rank, in the phases that ranks share."""
 
     _words = _Words(
         "ranks",
@@ -455,7 +450,7 @@ class _RankPairs:
             self._compare(rank, pair, step, phase)
 
     def _compare(self, rank: int, pair: Pair, step: int, phase: str) -> None:
-        """Add the rank to the ranks with equal contents. The lines of one rank in each group are parsed."""
+        """Add the rank to a group of ranks with equal contents. Parses the lines of one rank of each group."""
         key: Key = step, PHASES.index(phase)
         groups, digest = self._groups.setdefault(key, RankGroups()), pair.b.digest(step, phase)
         if not groups.add_known(rank, digest):
@@ -499,8 +494,7 @@ class _RankPairs:
         )
 
     def _compare_settings(self, tensors: Key | None) -> SettingDifferences:
-        """The settings in which ranks differ up to the step of the first different tensors."""
-        until = _settings_until(self._compared.steps, tensors, [self._run.environments[0].first_step - 1])
+        until = _settings_until(self._compared.steps, tensors, [self._run.environments[0].start])
         found = SettingDifferences([step for step in self._compared.steps if step <= until], tensors and tensors[0])
         for rank in self._ranks_with_other_settings:
             with self._run.open(0, until=until) as reference, self._run.open(rank, until=until) as trace:
@@ -508,7 +502,7 @@ class _RankPairs:
         return found
 
     def _located(self) -> dict[Key, Differing]:
-        """The locations with a difference in what was compared on all ranks, with the ranks outside the majority."""
+        """The locations that were compared on all ranks and differ, with the ranks outside the majority."""
         steps, phases, size = {*self._compared.steps}, self._compared.phases, self._run.world_size
         return {
             (step, phase): found._replace(ranks=self._groups[step, phase].outside_majority(size))
@@ -517,7 +511,7 @@ class _RankPairs:
         }
 
     def _environment_causes(self) -> list[Cause]:
-        """Facts of the environment which differ between ranks; the majority's value comes first."""
+        """Facts of the environment that differ between ranks; the majority's value comes first."""
         rows = [
             {fact: item.facts[fact] for fact in causes.by_likelihood(list(item.facts)) if fact not in _FACTS_OF_A_RANK}
             for item in self._run.environments
@@ -539,8 +533,7 @@ class _RankPairs:
 
 
 def _against(first: Divergence) -> str:
-    """The groups of ranks, the smallest first."""
-    labels = [side.label for side in reversed(first.sides)]
+    labels = [side.label for side in reversed(first.sides)]  # the smallest group first
     return f": {' against '.join(first_few(labels, MAX_SIDES, '{} more groups'))}"
 
 
@@ -549,7 +542,7 @@ def _ranks(number: int) -> str:
 
 
 def _traces(run: Run, until: int) -> Iterator[RankTrace]:
-    """The trace files of all ranks, one at a time, up to a step."""
+    """The files of all ranks up to a step. One file is open at a time."""
     for rank in range(run.world_size):
         with run.open(rank, until=until) as trace:
             yield trace

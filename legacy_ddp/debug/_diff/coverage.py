@@ -1,4 +1,4 @@
-"""What was compared on every rank, and notes about what was not. Pure."""
+"""Coverage of a comparison: what was compared on every rank, and notes about what was not. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from legacy_ddp._text import name_ranks
 from legacy_ddp.debug._diff import causes as environment_diff
 from legacy_ddp.debug._diff.result import Cause
+from legacy_ddp.debug._operations.operation import listed
 from legacy_ddp.debug._trace.read import Run, RunCoverage, span
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
 
@@ -29,22 +30,21 @@ class ComparisonCoverage:
             self._phases.setdefault(phase, []).append(rank)
 
     def add_limit(self, steps: tuple[int, int] | None) -> None:
-        """Restrict ``steps`` to the first and last step of ranks which are not added; None if they have no steps."""
+        """Restrict :attr:`steps` to the first and last step that other ranks compared; None if they compared none."""
         self._limits.append(steps or (0, -1))
 
     def leave_out(self, keys: Iterable[tuple[int, str]]) -> None:
-        """Count no tensors of these steps and phases."""
         for key in keys:
             self._counts.pop(key, None)
 
     @property
     def any_steps(self) -> list[int]:
-        """Steps that were compared on at least one rank, in ascending order."""
+        """Steps compared on at least one rank, ascending."""
         return sorted(self._steps)
 
     @property
     def steps(self) -> list[int]:
-        """Steps that were compared on every rank, in ascending order."""
+        """Steps compared on every rank, ascending."""
         return sorted(
             step
             for step, ranks in self._steps.items()
@@ -53,17 +53,17 @@ class ComparisonCoverage:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Phases compared on every rank."""
+        """Phases compared on every rank, in the order of training."""
         return tuple(phase for phase in PHASES if len(self._phases.get(phase, ())) == self.ranks)
 
     @property
     def tensors(self) -> int:
-        """Number of tensors compared in ``steps`` and ``phases``, on all ranks together."""
+        """Number of tensors compared in :attr:`steps` and :attr:`phases`, on all ranks together."""
         steps, phases = set(self.steps), {*self.phases} - {"settings"}
         return sum(count for (step, phase), count in self._counts.items() if step in steps and phase in phases)
 
     def notes(self) -> list[str]:
-        """A note for every group of ranks without a comparison of some phases."""
+        """A note for every group of ranks on which some phases were not compared."""
         missing: dict[tuple[int, ...], list[str]] = {}
         for phase in PHASES:
             if 0 < len(ranks := self._phases.get(phase, [])) < self.ranks:
@@ -75,12 +75,12 @@ class ComparisonCoverage:
 
 
 def uncompared_steps(run_coverages: Sequence[RunCoverage], steps: Sequence[int]) -> str:
-    """Text about steps which every run recorded, but which were not compared on every rank; empty without any.
+    """Text about steps that every run recorded, but that were not compared on every rank; empty without any.
 
-    ``steps``: the steps compared on every rank, without a difference. The last step of a run may be missing on some
-    ranks without a text here: a killed job may leave it on the other ranks only.
+    ``steps``: the steps compared on every rank, without a difference.
     """
     missing = set.intersection(*(run_coverage.recorded for run_coverage in run_coverages)) - {*steps}
+    # Not the last step of a run: a killed job may leave it on some ranks only.
     if not missing - {run_coverage.steps[1] for run_coverage in run_coverages if run_coverage.steps}:
         return ""
     first = min(missing)
@@ -102,10 +102,7 @@ def format_steps(steps: Sequence[int]) -> str:
 
 
 def step_notes(runs: Sequence[Run], run_coverages: Sequence[RunCoverage], steps: Sequence[int]) -> list[str]:
-    """Notes about steps which only one run recorded, then the notes about each run.
-
-    ``steps``: recorded by both runs, ascending.
-    """
+    """Notes about steps that only one run recorded, then the notes about each run. ``steps``: of both, ascending."""
     notes = []
     every = [run.environments[0].every for run in runs]
     if every[0] != every[1]:
@@ -122,7 +119,7 @@ def step_notes(runs: Sequence[Run], run_coverages: Sequence[RunCoverage], steps:
 
 
 def phase_notes(runs: Sequence[Run], run_coverages: Sequence[RunCoverage], phases: Sequence[str]) -> list[str]:
-    """Phases which only one run recorded, and optimizer phases which neither run recorded."""
+    """Notes about phases that only one run recorded, and about optimizer phases that neither run recorded."""
     a, b = (set(run_coverage.phases) & set(phases) for run_coverage in run_coverages)
     notes = [
         f"not compared: {text} {' and no '.join(phase_labels(only))}"
@@ -133,11 +130,8 @@ def phase_notes(runs: Sequence[Run], run_coverages: Sequence[RunCoverage], phase
 
 
 def optimizer_notes(runs: Iterable[Run], phases: Collection[str]) -> list[str]:
-    """A note about missing settings and state of the optimizer. ``phases``: of any file.
-
-    A model may lack buffers and an optimizer may lack state. Settings come with every step of an optimizer.
-    """
-    if "settings" in phases:
+    """A note about missing settings and state of the optimizer. ``phases``: those recorded in any file."""
+    if "settings" in phases:  # every step of an optimizer has settings, but not every optimizer has state
         return []
     if not any(environment.has_optimizer for run in runs for environment in run.environments):
         return ["not compared: settings and state of the optimizer; pass optimizer= to Recorder to record them"]
@@ -148,33 +142,25 @@ def optimizer_notes(runs: Iterable[Run], phases: Collection[str]) -> list[str]:
 def world_size_notes(
     runs: Sequence[Run], patterns: Sequence[str], *, inputs_compared: bool, has_operations: bool
 ) -> list[str]:
-    """Parts which cannot be compared between runs of different world sizes."""
     a, b = runs
     _, mixed = environment_diff.causes_by_run(a.environments, b.environments)
     parts = ["local gradients", *["inputs"] * (not inputs_compared), *["operations"] * has_operations]
-    notes = [f"world sizes {a.world_size} and {b.world_size}: {_listed(parts)} were not compared"]
+    notes = [f"world sizes {a.world_size} and {b.world_size}: {listed(parts)} were not compared"]
     if mixed:
         notes.append(f"not compared, because ranks of a run differ in it: {', '.join(mixed)}")
     return notes + local_buffer_notes(patterns)
 
 
 def local_buffer_notes(patterns: Sequence[str]) -> list[str]:
-    """Buffers of single ranks."""
     return [f"not compared, because each rank has its own: buffers {', '.join(patterns)}"] if patterns else []
 
 
 def cause_notes(causes: Sequence[Cause]) -> list[str]:
-    """Differences around two runs which hold equal values."""
     notes = []
     for cause in causes:
         sides = " and ".join(f"{value} in {label}" for label, value in cause.sides)
         notes.append(f"{cause.what} differs and changed no bit: {sides}" + (f" ({cause.where})" if cause.where else ""))
     return notes
-
-
-def _listed(parts: Sequence[str]) -> str:
-    """``a``, ``a and b``, or ``a, b and c``."""
-    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def phase_labels(phases: Iterable[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from legacy_ddp._text import name_ranks
+from legacy_ddp._text import list_some, name_ranks
 from legacy_ddp.debug._diff.causes import (
     DATA,
     FORWARDS,
@@ -17,9 +17,10 @@ from legacy_ddp.debug._diff.causes import (
     SettingDifference,
     chooses_implementation,
 )
-from legacy_ddp.debug._diff.pair import GROWTH_LIMIT, Growth, first_few
+from legacy_ddp.debug._diff.pair import GROWTH_LIMIT, Growth
 from legacy_ddp.debug._diff.result import ROUNDING_LIMIT, Divergence
 from legacy_ddp.debug._operations.meaning import Rule, always, explain_by
+from legacy_ddp.debug._operations.operation import listed
 
 Kind = Literal["runs", "sizes", "ranks"]
 """Two runs, two runs of different world sizes, or the ranks of one run."""
@@ -32,12 +33,12 @@ class Evidence:
     """Facts about the first divergence.
 
     ``compared``: phases recorded on both sides. ``previous``: the last compared step before the divergence, None
-    without any. ``is_start``: the divergence is at the start of a run; ``starting_run``: A or B if only this run starts
-    there; ``resumed``: label and start of the run that starts later than the other run. ``settings``,
-    ``optimizer_steps``: as in :class:`SettingDifferences`. ``causes``: names of the possible causes. ``inputs_known``,
-    ``generators_known``: inputs and random generators of the differing ranks were recorded. ``reproducible``: sums do
-    not depend on the world size. ``size``: as in :class:`Comparison`. ``growth``: of a difference of rounding size.
-    ``world_size``: of one run, to speak of a majority.
+    without any. ``is_start``: the divergence is at the start of a run. ``starting_run``: A or B if only this run starts
+    there. ``resumed``: label and start of the run that starts later. ``settings``, ``optimizer_steps``: as in
+    :class:`SettingDifferences`. ``causes``: names of the possible causes. ``inputs_known``, ``generators_known``:
+    inputs and random generators of the differing ranks were recorded. ``reproducible``: sums do not depend on the world
+    size. ``size``: as in :class:`Comparison`. ``growth``: only for a difference of rounding size. ``world_size``: only
+    for the ranks of one run.
     """
 
     kind: Kind
@@ -71,8 +72,8 @@ class Evidence:
 
     @property
     def settings_there(self) -> str:
-        """The settings that differ in the step of the first difference; empty without any."""
-        return first_few("", [item.name for item in self.settings if item.present])
+        """The settings that differ in the step of the first difference, as text; empty without any."""
+        return list_some([item.name for item in self.settings if item.present])
 
     @property
     def settings_are_apart(self) -> bool:
@@ -83,17 +84,16 @@ class Evidence:
     def implementation(self) -> str:
         """The settings that may explain a difference of rounding size, if no other setting differs there."""
         names = [item.name for item in self.settings if item.present and chooses_implementation(item.name)]
-        return first_few("", names) if self.is_rounding and self.settings_are_apart else ""
+        return list_some(names) if self.is_rounding and self.settings_are_apart else ""
 
     @property
     def settings_before(self) -> bool:
-        """Whether settings differ in a step before the first difference."""
         return any(item.first < self.first.step for item in self.settings)
 
     @property
     def settings_after(self) -> str:
-        """The settings that differ in the step after the first difference, if that is a start; empty without any."""
-        return first_few("", [item.name for item in self.settings if item.first > self.first.step])
+        """The settings that differ in the step after a start, as text; empty without any."""
+        return list_some([item.name for item in self.settings if item.first > self.first.step])
 
     @property
     def earlier(self) -> str:
@@ -115,7 +115,7 @@ class Evidence:
 
     @property
     def earlier_phases(self) -> str:
-        """Beginning of a sentence: the earlier phases of the step which agree, and those without a record."""
+        """Beginning of a sentence: earlier phases of the step that agree, and those that were not recorded."""
         labels = {**_PHASES_BEFORE, **({"settings": "all other settings"} if self.settings_there else {})}
         phases = list(_PHASES_BEFORE)
         earlier = phases[: phases.index(self.first.phase)] if self.first.phase in phases else phases
@@ -123,28 +123,23 @@ class Evidence:
         missing = [_PHASES_BEFORE[phase] for phase in earlier if phase not in self.compared and phase != "optimizer"]
         text = f"{' and '.join(missing)} were not recorded; " if missing else ""
         if agree:
-            *others, last = agree
-            text += f"{', '.join(others)} and {last} agree, so " if others else f"{last} agree, so "
+            text += f"{listed(agree)} agree, so "
         return text[:1].upper() + text[1:]
 
     @property
     def other_data(self) -> frozenset[str]:
-        """Differences between the arguments of forward passes."""
         return self.causes & {DATA, SHAPE}
 
     @property
     def other_numbers(self) -> frozenset[str]:
-        """Differences between the numbers of forward passes and of micro-batches."""
         return self.causes & {MICRO_BATCHES, FORWARDS}
 
     @property
     def other_amounts(self) -> frozenset[str]:
-        """Differences between the amounts that the sum is divided by or made of."""
         return self.causes & {SAMPLE_SIZE, TOOK_PART, *TOTALS}
 
     @property
     def equal_data(self) -> bool:
-        """Whether the forward passes were given equal data on both sides."""
         return self.inputs_known and not self.other_data and not self.other_numbers
 
     @property
@@ -174,23 +169,20 @@ class Evidence:
 
     @property
     def agreeing(self) -> int:
-        """The number of ranks in the majority."""
         return self.world_size - len(self.first.ranks)
 
     @property
     def outside(self) -> str:
-        """The ranks outside the majority."""
         return name_ranks(self.first.ranks)
 
 
 Sentence = str | Rule
 """A text, or a row with the condition and the text. ``{c.values}`` stands for an attribute of the evidence."""
 Group = Sentence | list[Sentence]
-"""A sentence, or several of which the first that applies is told."""
+"""A sentence, or several sentences. Only the first that applies is used."""
 
 
 def explain(evidence: Evidence) -> str:
-    """The sentences that the evidence supports, in the order of the table."""
     return " ".join(filter(None, (_told(group, evidence) for group in _groups(evidence))))
 
 
@@ -277,7 +269,7 @@ _BETWEEN_RUNS: dict[str, tuple[Group, ...]] = {
         ),
         Rule(lambda c: c.equal_data, "The forward passes were given equal data, so the data are ruled out."),
         Rule(
-            # Not with micro_batch_rng() (reproducible runs): its seeds are gone before the call records the generators.
+            # Not for reproducible runs: micro_batch_rng() removes its seeds before the call records the generators.
             # Not with other data: equal generators may have drawn the mask for another tensor.
             lambda c: c.equal_generators and not c.other_data and not c.reproducible,
             "Random generators are equal, so dropout has drawn from the same numbers.",

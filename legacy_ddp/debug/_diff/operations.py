@@ -1,7 +1,7 @@
 """The first difference of recorded operations between two runs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from legacy_ddp._text import compare_rows
 from legacy_ddp.debug._diff.coverage import format_steps
@@ -28,11 +28,8 @@ ROWS_BEFORE, ROWS_AFTER = 6, 8
 # Of the operations that only one side has, at the first difference.
 MAX_FIRST = 12
 
-Judge = Callable[[Operation, Operation], str]
-"""The comparison of two operations at the same place, in words."""
-
 _LABELS: Labels = ("A", "B")
-# Phases with tensors that operations of forward and backward write. Others follow from the reduction or the optimizer.
+# Phases with tensors that forward and backward write. The reduction or the optimizer writes those of other phases.
 _WRITTEN = ("local_gradients", "parameters", "buffers")
 _SAME_COMPUTATION = "Forward and backward computed the same."
 _UNSEEN = (
@@ -46,55 +43,86 @@ def finding(
     operations: tuple[Sequence[Operation], Sequence[Operation]],
     found: OperationDifference,
     *,
-    counts: tuple[int, int],
-    labels: Labels,
     ranks: Sequence[int],
     facts: Facts,
-    judge: Judge,
 ) -> OperationFinding:
-    """The record of a difference between the operations of both sides.
-
-    ``operations``: those that were compared, of ``counts`` in the step. ``facts``: see :func:`explain`.
-    """
-    explanation = explain(found, labels, facts)
+    """The record of a difference between ``operations``, those of A and those of B. ``facts``: see :func:`explain`."""
+    explanation = explain(found, _LABELS, facts)
     first = found.operation
     return OperationFinding(
         step=step,
-        labels=labels,
+        labels=_LABELS,
         ranks=tuple(ranks),
-        counts=counts,
+        counts=(len(operations[0]), len(operations[1])),
         kind=found.kind,
-        summary=summary(found, labels),
+        summary=summary(found, _LABELS),
         meaning=explanation.meaning,
         next_step=explanation.next_step,
         stage=first.stage,
         module=first.module,
         name=first.name,
-        details=tuple(details(found, labels)),
-        earlier=tuple(before(gap, labels) for gap in found.earlier),
-        rows=tuple(_Table(labels, judge).rows(*operations, found)),
+        details=tuple(details(found, _LABELS)),
+        earlier=tuple(before(gap, _LABELS) for gap in found.earlier),
+        rows=tuple(_rows(*operations, found)),
     )
 
 
-def agreement(step: int, counts: tuple[int, int], labels: Labels, meaning: str) -> OperationFinding:
-    """The record of a step with equal operations."""
+def _agreement(step: int, counts: tuple[int, int], meaning: str) -> OperationFinding:
     text = f"all {counts[0]:,} operations agree" if counts[0] > 1 else "the only operation agrees"
-    return OperationFinding(step, labels, (), counts, "", text, meaning)
+    return OperationFinding(step, _LABELS, (), counts, "", text, meaning)
 
 
 def with_operations(headline: str, verdict: Answer, found: OperationFinding | None) -> str:
-    """The headline, which for equal tensors says of differing operations that they differ."""
+    """The headline. If all tensors are equal and operations differ, it says so."""
     return f"{headline}; operations differ, see below" if verdict == "same" and found else headline
 
 
-def differing_facts(a: Environment, b: Environment) -> Facts:
-    """The facts with another value on each side."""
+def _differing_facts(a: Environment, b: Environment) -> Facts:
     differences = compare_rows([a.facts, b.facts]).differences
     return {item.name: (item.holders[0][0], item.holders[1][0]) for item in differences}
 
 
-def judge_values(a: Operation, b: Operation) -> str:
-    """For sequences of the same data."""
+def _rows(a: Sequence[Operation], b: Sequence[Operation], found: OperationDifference) -> Iterator[OperationRow]:
+    """The operations of the difference, and the nearest before and after."""
+    i, j = found.start_a, found.start_b
+    yield from _aligned_rows(a[max(0, i - ROWS_BEFORE) : i], b[max(0, j - ROWS_BEFORE) : j])
+    if found.kind in ("sequence", "order"):
+        result = "in another order" if found.kind == "order" else ""
+        for side, operations in enumerate((found.a, found.b)):
+            yield from _rows_of_one(operations[:MAX_FIRST], side, result, is_first=True)
+    else:
+        yield _row_of_both(found.a[0], found.b[0], is_first=True)
+    i, j = i + len(found.a), j + len(found.b)
+    yield from _aligned_rows(a[i : i + ROWS_AFTER], b[j : j + ROWS_AFTER])
+
+
+def _aligned_rows(a: Sequence[Operation], b: Sequence[Operation]) -> Iterator[OperationRow]:
+    for block in aligned(a, b):
+        if block.is_common:
+            yield from (_row_of_both(a[i], b[j]) for i, j in block.pairs)
+        else:
+            yield from _rows_of_one(a[block.start_a : block.end_a], 0)
+            yield from _rows_of_one(b[block.start_b : block.end_b], 1)
+
+
+def _row_of_both(a: Operation, b: Operation, *, is_first: bool = False) -> OperationRow:
+    return _row(a, (a.number, b.number), _compared(a, b), is_first=is_first)
+
+
+def _rows_of_one(
+    operations: Iterable[Operation], side: int, result: str = "", *, is_first: bool = False
+) -> Iterator[OperationRow]:
+    """Rows of operations that only A (``side`` 0) or only B (1) has at their place."""
+    for item in operations:
+        numbers = (item.number, None) if side == 0 else (None, item.number)
+        yield _row(item, numbers, result or f"only {at(_LABELS[side])}", is_first=is_first)
+
+
+def _row(operation: Operation, numbers: tuple[int | None, int | None], result: str, *, is_first: bool) -> OperationRow:
+    return OperationRow(numbers, operation.stage, operation.module, short(operation), result, is_first)
+
+
+def _compared(a: Operation, b: Operation) -> str:
     if differing(a.inputs, b.inputs):
         return "inputs differ"
     if differing(a.outputs, b.outputs):
@@ -102,53 +130,8 @@ def judge_values(a: Operation, b: Operation) -> str:
     return "values agree, settings differ" if aspects(a, b) else "agrees"
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Rows of operations of both sides."""
-
-    labels: Labels
-    judge: Judge
-
-    def rows(
-        self, a: Sequence[Operation], b: Sequence[Operation], found: OperationDifference
-    ) -> Iterator[OperationRow]:
-        """The operations of the difference, and the nearest before and after."""
-        i, j = found.start_a, found.start_b
-        yield from self._aligned(a[max(0, i - ROWS_BEFORE) : i], b[max(0, j - ROWS_BEFORE) : j])
-        if found.kind in ("sequence", "order"):
-            result = "in another order" if found.kind == "order" else ""
-            for side, operations in enumerate((found.a, found.b)):
-                yield from self._single(operations[:MAX_FIRST], side, result, is_first=True)
-        else:
-            yield self._pair(found.a[0], found.b[0], is_first=True)
-        i, j = i + len(found.a), j + len(found.b)
-        yield from self._aligned(a[i : i + ROWS_AFTER], b[j : j + ROWS_AFTER])
-
-    def _aligned(self, a: Sequence[Operation], b: Sequence[Operation]) -> Iterator[OperationRow]:
-        for block in aligned(a, b):
-            if block.is_common:
-                yield from (self._pair(a[i], b[j]) for i, j in block.pairs)
-            else:
-                yield from self._single(a[block.start_a : block.end_a], 0)
-                yield from self._single(b[block.start_b : block.end_b], 1)
-
-    def _pair(self, a: Operation, b: Operation, *, is_first: bool = False) -> OperationRow:
-        return _row(a, (a.number, b.number), self.judge(a, b), is_first=is_first)
-
-    def _single(
-        self, operations: Iterable[Operation], side: int, result: str = "", *, is_first: bool = False
-    ) -> Iterator[OperationRow]:
-        for item in operations:
-            numbers = (item.number, None) if side == 0 else (None, item.number)
-            yield _row(item, numbers, result or f"only {at(self.labels[side])}", is_first=is_first)
-
-
-def _row(operation: Operation, numbers: tuple[int | None, int | None], result: str, *, is_first: bool) -> OperationRow:
-    return OperationRow(numbers, operation.stage, operation.module, short(operation), result, is_first)
-
-
 class RunOperations:
-    """The first different operation of each step and rank. Ranks are added in ascending order."""
+    """The first different operation of each step and rank of two runs. Ranks are added in ascending order."""
 
     def __init__(self) -> None:
         self._findings: dict[tuple[int, int], OperationFinding] = {}
@@ -164,19 +147,19 @@ class RunOperations:
                 self._compare(rank, pair, step)
 
     def finding(self, first: Divergence | None) -> OperationFinding | None:
-        """The first different operation in the step of the first divergence, else in any step.
+        """The first different operation in the step of the first divergence; without a divergence, in any step.
 
-        None if the step has no operations in both, or if no step of runs without a divergence has a difference.
+        None if not both runs recorded operations of that step. None also without any difference.
         """
         if first is None:
             return self._first(min(self._findings, default=(0, 0))[0])
         if first.step not in self._counts:
             return None
         meaning = _UNSEEN if first.phase == "local_gradients" else _SAME_COMPUTATION
-        return self._first(first.step, first.ranks) or agreement(first.step, self._counts[first.step], _LABELS, meaning)
+        return self._first(first.step, first.ranks) or _agreement(first.step, self._counts[first.step], meaning)
 
     def notes(self, first: Divergence | None) -> Iterator[str]:
-        """Notes: which steps agree; that no step is in both runs; that the first differing step was not recorded."""
+        """Which steps agree; that no step was recorded in both runs; that the step of ``first`` was not recorded."""
         if first is None and self._counts and not self._findings:
             yield f"operations of {format_steps(sorted(self._counts))} agree"
         if first is None or first.phase != "local_gradients":
@@ -199,22 +182,14 @@ class RunOperations:
 
     def _compare(self, rank: int, pair: Pair, step: int) -> None:
         a, b = (with_after_backward(trace.operations(step)) for trace in (pair.a, pair.b))
-        counts = len(a), len(b)
-        self._counts.setdefault(step, counts)
+        self._counts.setdefault(step, (len(a), len(b)))
         if found := first_difference(a, b):
-            self._findings[step, rank] = finding(
-                step,
-                (a, b),
-                _with_tensors(found, pair, step),
-                counts=counts,
-                labels=_LABELS,
-                ranks=(rank,),
-                facts=differing_facts(pair.a.environment, pair.b.environment),
-                judge=judge_values,
-            )
+            facts = _differing_facts(pair.a.environment, pair.b.environment)
+            completed = _with_tensors(found, pair, step)
+            self._findings[step, rank] = finding(step, (a, b), completed, ranks=(rank,), facts=facts)
 
     def _first(self, step: int, preferred: tuple[int, ...] = ()) -> OperationFinding | None:
-        """The finding on the lowest of the preferred ranks, or of all ranks; with all ranks of equal findings."""
+        """The finding on the lowest of the preferred ranks, else of all ranks, with all ranks that found the same."""
         found = {rank: item for (of_step, rank), item in self._findings.items() if of_step == step}
         if not found:
             return None
@@ -224,12 +199,12 @@ class RunOperations:
 
 
 def _with_tensors(found: OperationDifference, pair: Pair, step: int) -> OperationDifference:
-    """``found``, completed: is its input an argument of a forward pass, and do tensors of this step differ?"""
-    differs = (phase for of_step, phase in pair.candidates if of_step == step)
+    """``found``, with ``is_argument`` and ``tensors_differ``, which the operations alone do not tell."""
+    first_phase = next((phase for of_step, phase in pair.candidates if of_step == step), "")
     return replace(
         found,
         origin=replace(found.origin, is_argument=_is_argument(found, pair, step)),
-        tensors_differ=found.has_effect is False and next(differs, "") in _WRITTEN,
+        tensors_differ=not found.has_effect and first_phase in _WRITTEN,
     )
 
 

@@ -1,4 +1,4 @@
-"""Two trace files of a rank: the entries that differ, and the steps and phases in which pairs of files differ."""
+"""Comparison of two trace files: the entries that differ, and the steps and phases in which they differ."""
 
 import ast
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ SHARED_PHASES = tuple(phase for phase in PHASES if phase != "local_gradients")
 # Absent at the start of a run: no call was made yet.
 _PHASES_OF_A_CALL = ("local_gradients", "reduced_gradients")
 _FOLLOWED_PHASES = ("reduced_gradients", "parameters")
-# torch.compile(module) is a module around the module, which names its parameters so; module.compile() is not.
+# torch.compile(module) wraps the module and puts this before the names of parameters; module.compile() does not.
 _COMPILED = "_orig_mod."
 
 Keep = Callable[[str, str], bool]
@@ -32,7 +32,7 @@ Keep = Callable[[str, str], bool]
 
 @dataclass(frozen=True)
 class Entry:
-    """The value of one name in a section. With ``value`` None the entry counts as absent, whatever its kind."""
+    """The value of one name in a section. ``value`` None: the entry is absent, whatever its kind."""
 
     kind: str
     value: str | None
@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def identity(self) -> tuple[str, str] | None:
-        """Kind and value, which decide equality; None for an absent entry. A setting 0 is equal to 0.0."""
+        """Kind and value: entries are equal if these are. None for an absent entry. A setting 0 is equal to 0.0."""
         if self.value is None:
             return None
         return self.kind, self.value if self.kind else _as_number(self.value)
@@ -64,15 +64,13 @@ EntryPair = tuple[dict[str, Entry], dict[str, Entry]]
 
 @dataclass(frozen=True)
 class EntryDifference:
-    """A name with unequal entries in A and in B."""
-
     name: str
     a: Entry
     b: Entry
 
     @property
     def kind(self) -> str:
-        """Dtype and shape; both of A and of B if they differ."""
+        """Dtype and shape; those of A and of B if they differ."""
         kinds = {entry.kind for entry in (self.a, self.b) if entry.value is not None}
         return f"{self.a.kind} in A, {self.b.kind} in B" if len(kinds) > 1 else kinds.pop()
 
@@ -85,12 +83,7 @@ class EntryDifference:
 
 
 def greatest_difference(differences: Sequence[EntryDifference], total: float = 0.0) -> float | None:
-    """The greatest relative difference of norms; None if any is unknown.
-
-    ``total``: norm of all gradients together. A difference below the last fp32 digit of ``total`` is taken relative to
-    ``total``: the gradient of a bias before BatchNorm is zero except for rounding, and its own relative difference is
-    arbitrary.
-    """
+    """The greatest relative difference of norms; None if any is unknown. ``total``: norm of all gradients together."""
     shares = [share for item in differences if (share := item.relative) is not None]
     if len(shares) < len(differences) or not shares:
         return None
@@ -98,17 +91,17 @@ def greatest_difference(differences: Sequence[EntryDifference], total: float = 0
 
 
 def _share_of_total(item: EntryDifference, share: float, total: float) -> float:
+    # The gradient of a bias before BatchNorm is zero except for rounding, and its relative difference is arbitrary: a
+    # difference below the last fp32 digit of the total is taken relative to the total.
     distance = abs((item.a.norm or 0.0) - (item.b.norm or 0.0))
     return min(share, distance / total) if distance < FP32_DIGIT * total else share
 
 
 def total_norm(norms: Iterable[float | None]) -> float:
-    """Norm of all tensors together, from their norms."""
     return hypot(*(norm for norm in norms if norm is not None))
 
 
 def entries(section: Section | None, keep: Keep) -> dict[str, Entry]:
-    """The compared entries of a section, by name."""
     if section is None:
         return {}
     names, values = section.names, section.values
@@ -121,7 +114,7 @@ def entries(section: Section | None, keep: Keep) -> dict[str, Entry]:
 
 
 def entry_differences(a: dict[str, Entry], b: dict[str, Entry]) -> list[EntryDifference]:
-    """Names with unequal entries: first in the order of A, then the names that only B has."""
+    """The unequal entries, in the order of names in A; then those that only B has."""
     found = (EntryDifference(name, a.get(name, ABSENT), b.get(name, ABSENT)) for name in dict.fromkeys([*a, *b]))
     return [item for item in found if item.a.identity != item.b.identity]
 
@@ -157,8 +150,8 @@ def unfinished_step(trace: RankTrace) -> int | None:
 class Pair:
     """Two trace files. ``phases``: the phases to compare. ``keep``: selects the entries to compare.
 
-    ``may_lack``: phases that one of the files may lack in a step, besides settings, which come from a step of the
-    optimizer alone: a recorder leaves buffers out where it cannot see their changes.
+    ``may_lack``: phases that one file may lack in a step without a difference, besides settings. A recorder leaves
+    buffers out where it cannot see their changes.
     """
 
     a: RankTrace
@@ -172,15 +165,19 @@ class Pair:
         """Steps recorded in both files, ascending."""
         return sorted(set(self.a.steps) & set(self.b.steps))
 
+    @property
+    def starts(self) -> set[int]:
+        return {trace.environment.start for trace in (self.a, self.b)}
+
     @cached_property
     def compared(self) -> list[tuple[int, str]]:
         """The compared steps and phases, in the order of training.
 
-        A phase is compared if both files hold it anywhere. If one of them lacks it in a step, the step differs, unless
-        the step is the unfinished one of that file, or the file may lack the phase.
+        A phase is compared if both files hold it in any step. If one file lacks it in a step, the step differs, but not
+        if this is the last step of that file, or if a file may lack the phase.
         """
         both = [phase for phase in self.phases if phase in self.a.phases and phase in self.b.phases]
-        starts = {trace.environment.first_step - 1 for trace in (self.a, self.b)}
+        starts = self.starts
         return [
             (step, phase)
             for step in self.steps
@@ -190,6 +187,7 @@ class Pair:
 
     def _is_compared(self, step: int, phase: str) -> bool:
         missing = [trace for trace in (self.a, self.b) if trace.digest(step, phase) is None]
+        # A step without settings is one that the optimizer did not take.
         may_lack = phase in ("settings", *self.may_lack)
         return not missing or (len(missing) == 1 and not may_lack and unfinished_step(missing[0]) != step)
 
@@ -197,18 +195,17 @@ class Pair:
     def candidates(self) -> list[tuple[int, str]]:
         """Steps and phases with unequal digests, in the order of training.
 
-        The compared entries may still be equal: the names may come in another order, or the differing entries may not
-        be compared.
+        The compared entries may be equal nevertheless: if names come in another order, or if only entries differ that
+        are not compared.
         """
         return [key for key in self.compared if self.a.digest(*key) != self.b.digest(*key)]
 
     def differing(self, step: int, phase: str) -> tuple[dict[str, tuple[str, str] | None], tuple[str, ...]]:
-        """Names with unequal entries, each with its :attr:`Entry.identity` in B, and all names."""
+        """The names of unequal entries with their :attr:`Entry.identity` in B, and all names."""
         a, b = self.entries(step, phase)
         return {item.name: item.b.identity for item in entry_differences(a, b)}, tuple(dict.fromkeys([*a, *b]))
 
     def entries(self, step: int, phase: str) -> EntryPair:
-        """The compared entries of a step and phase in A and in B."""
         return entries(self.a.section(step, phase), self.keep), entries(self.b.section(step, phase), self.keep)
 
     def entry_counts(self) -> dict[tuple[int, str], int]:
@@ -224,7 +221,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Growth:
-    """The first name with norms more than ``GROWTH_LIMIT`` apart, empty without any; ``last``: the last step read."""
+    """The first name with norms more than ``GROWTH_LIMIT`` apart, or empty. ``last``: the last step compared."""
 
     last: int
     step: int = 0
@@ -259,15 +256,15 @@ def _grown_name(pair: Pair, step: int, phase: str) -> str:
 
 
 def check_same_model(pair: Pair, a: Path, b: Path) -> None:
-    """Compare names, dtypes and shapes of parameters in the first common step with recorded parameters."""
+    """Raises a TraceError if parameters of A and B have other names, dtypes or shapes. ``a``, ``b``: for the error."""
     left, right = _kinds(pair, pair.a), _kinds(pair, pair.b)
     reshaped = [name for name, kind in left.items() if kind and kind != (right.get(name) or kind)]
-    found = [
-        first_few("only in A: ", [name for name in left if name not in right]),
-        first_few("only in B: ", [name for name in right if name not in left]),
-        first_few("of another kind: ", [f"{name} ({left[name]} in A, {right[name]} in B)" for name in reshaped]),
-    ]
-    if any(found):
+    found = {
+        "only in A": [name for name in left if name not in right],
+        "only in B": [name for name in right if name not in left],
+        "of another kind": [f"{name} ({left[name]} in A, {right[name]} in B)" for name in reshaped],
+    }
+    if got := "; ".join(f"{title}: {list_some(names)}" for title, names in found.items() if names):
         plain = [{name.replace(_COMPILED, ""): kind for name, kind in kinds.items()} for kinds in (left, right)]
         advice = "compare runs of one model"
         if plain[0] == plain[1]:
@@ -275,23 +272,16 @@ def check_same_model(pair: Pair, a: Path, b: Path) -> None:
                 f"the names differ only by {_COMPILED!r} of torch.compile(module); use module.compile(), which keeps "
                 "names"
             )
-        raise TraceError(
-            f"A ({a}) and B ({b}) hold other parameters: got {'; '.join(filter(None, found))}; expected the same in "
-            f"both; {advice}"
-        )
+        raise TraceError(f"A ({a}) and B ({b}) hold other parameters: got {got}; expected the same in both; {advice}")
 
 
 def _kinds(pair: Pair, trace: RankTrace) -> dict[str, str]:
-    """Kinds of parameters by name; names from the environment, without kinds, if no step has parameters."""
+    """Kinds of parameters by name in the first common step with parameters; without such a step names only."""
     for step in pair.steps:
         if pair.a.names(step, "parameters") and pair.b.names(step, "parameters"):
             names = trace.names(step, "parameters")
             return dict(zip(names.names, names.kinds, strict=True)) if names else {}
     return {f"parameter {name!r}": "" for name in trace.environment.parameters}
-
-
-def first_few(title: str, names: Sequence[str]) -> str:
-    return f"{title}{list_some(names)}" if names else ""
 
 
 MAX_LOCATIONS = 10
@@ -303,11 +293,11 @@ Key = tuple[int, int]
 SETTINGS = PHASES.index("settings")
 
 _Group = tuple[Entry, list[int]]
-"""An entry, and the ranks which hold it."""
+"""An entry, and the ranks that hold it."""
 
 
 class Differing(NamedTuple):
-    """Ranks with a difference, ascending, the differing names and all names of one step and phase."""
+    """Of one step and phase: the ranks with a difference, ascending; the differing names; all names."""
 
     ranks: tuple[int, ...] = ()
     differing: frozenset[str] = frozenset()
@@ -315,34 +305,30 @@ class Differing(NamedTuple):
 
 
 class Locations:
-    """All steps and phases with differences."""
-
     def __init__(self) -> None:
         self.found: dict[Key, Differing] = {}
         self._kept: dict[frozenset[str], frozenset[str]] = {}
 
     def add(self, key: Key, rank: int, differing: Iterable[str], names: Iterable[str]) -> None:
-        """Add the differing names, among ``names``, of the next rank."""
+        """Add a rank. Ranks come in ascending order. ``names``: all names, the differing ones among them."""
         before = self.found.get(key, Differing())
         self.found[key] = Differing(
             (*before.ranks, rank), self._joined(before.differing, differing), self._joined(before.names, names)
         )
 
     def _joined(self, before: frozenset[str], more: Iterable[str]) -> frozenset[str]:
-        """The union; equal sets are kept once, because most steps differ in the same names."""
         found = before.union(more)
-        return self._kept.setdefault(found, found)
+        return self._kept.setdefault(found, found)  # saves memory: most steps differ in the same names
 
 
 def first_of_tensors(found: Mapping[Key, Differing]) -> Key | None:
-    """The first location with differing tensors."""
     return min((key for key in found if key[1] != SETTINGS), default=None)
 
 
 def merge(found: Mapping[Key, Differing], steps: Sequence[int]) -> tuple[tuple[Location, ...], int]:
     """The first few locations, and the number of steps and phases with differences beyond them.
 
-    Steps are merged into one location if they are consecutive in ``steps`` and differ alike in a phase.
+    Steps are merged into one location if they are consecutive in ``steps`` and have the same difference in a phase.
     """
     next_step = dict(pairwise(steps))
     runs: dict[Key, list[Key]] = {}
@@ -377,20 +363,19 @@ class RankGroups:
         self._known: dict[int | None, list[int]] = {}  # by digest
 
     def add_known(self, rank: int, digest: int | None) -> bool:
-        """Add a rank to an earlier rank with the same digest; False without such a rank."""
+        """Add a rank to the group of an earlier rank with the same digest; False without such a rank."""
         group = self._known.get(digest)
         if group is not None:
             group.append(rank)
         return group is not None
 
     def add(self, rank: int, digest: int | None, differing: Mapping[str, object]) -> None:
-        """Add a rank by its difference to rank 0: names may come in another order, which changes a digest."""
+        """Add a rank by its difference to rank 0: equal entries in another order have another digest."""
         group = self._groups.setdefault(hash(frozenset(differing.items())), []) if differing else []
         self._known[digest] = group
         group.append(rank)
 
     def outside_majority(self, world_size: int) -> tuple[int, ...]:
-        """Ranks outside the strict majority; all ranks without a majority."""
         like_first = sorted({*range(world_size)}.difference(*self._groups.values()))
         return _outside_majority(sorted([like_first, *self._groups.values()], key=lambda of: (-len(of), of)))
 
@@ -398,9 +383,10 @@ class RankGroups:
 def divergences_of_runs(
     step: int, phase: str, ranks: Sequence[int], pairs: Iterable[EntryPair]
 ) -> tuple[list[Divergence], float | None]:
-    """The divergences between A and B in a location on the lowest of ``ranks``, each with all ranks where it differs.
+    """The divergences on the lowest of ``ranks``, each with all ranks where it differs, and their
+    :func:`greatest_difference`.
 
-    ``pairs``: the entries of A and B on each of ``ranks``. Also returns the greatest relative difference of norms.
+    ``pairs``: the entries of A and B on each of ``ranks``.
     """
     found: list[EntryDifference] = []
     size: float | None = None
@@ -426,7 +412,7 @@ def divergences_of_ranks(run: Run, key: Key, keep: Keep) -> list[Divergence]:
     for rank in range(run.world_size):
         with run.open(rank, until=step) as trace:
             section = trace.section(step, phase)
-            if section is None and phase == "settings":  # a step without settings is one that was not taken
+            if section is None and phase == "settings":  # the rank's optimizer did not take this step
                 continue
             everyone.append(rank)
             for name, entry in entries(section, keep).items():
@@ -448,7 +434,7 @@ def divergences_of_ranks(run: Run, key: Key, keep: Keep) -> list[Divergence]:
 
 
 def _with_absent(groups: list[_Group], everyone: Iterable[int]) -> list[_Group]:
-    """The groups with a group of the remaining ranks, greatest group first."""
+    """The groups and a group of the ranks without the entry, the greatest group first."""
     if without := sorted({*everyone}.difference(*(ranks for _, ranks in groups))):
         groups = [*groups, (ABSENT, without)]
     return sorted(groups, key=lambda group: (-len(group[1]), group[1]))

@@ -1,7 +1,7 @@
 """Records of a comparison (divergences, locations, causes, the verdict), and their text and JSON. Pure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from legacy_ddp._text import MAX_LINES, MAX_SIDES, name_ranks, table, wrap
@@ -53,10 +53,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Location:
-    """A step and phase with differences: number of differing names and the ranks on which they differ.
+    """A step and phase with differences: the ranks on which names differ, and the number of differing names.
 
-    A location may cover several consecutive compared steps in which the same names differ on the same ranks:
-    ``last_step`` is then the last of them (None for a single step) and ``steps`` their number.
+    Consecutive compared steps in which the same names differ on the same ranks are one location. ``steps``: their
+    number. ``last_step``: the last of them, None for a single step.
     """
 
     step: int
@@ -70,7 +70,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Cause:
-    """A difference around the training which may explain a divergence.
+    """A difference around the training that may explain a divergence.
 
     ``what``: for example ``threads``. ``sides``: label and value of each side, labelled as in :class:`Side`.
     ``where``: for example ``first at step 7 on rank 1``; empty if the difference is everywhere.
@@ -101,7 +101,7 @@ class MetricDifference:
 class OperationRow:
     """A row of the table of operations around the first difference.
 
-    ``numbers``: of the operation in the two steps, from 1, None for a step without it. ``result``: the comparison, in
+    ``numbers``: of the operation in A and in B, from 1; None for a run without it. ``result``: the comparison, in
     words. ``is_first``: the row belongs to the first difference.
     """
 
@@ -115,16 +115,15 @@ class OperationRow:
 
 @dataclass(frozen=True)
 class OperationFinding:
-    """Comparison of the operations of one step: of a rank in two runs, or of two groups of ranks in one.
+    """Comparison of the operations of one step of a rank in two runs.
 
-    ``labels``: of the two sides, as in :class:`Side`. ``ranks``: for two runs the ranks with a difference; for one run
-    the ranks outside the majority, or all ranks without a majority; empty without a difference. ``counts``: operations
-    of the step, on each side. ``kind``: ``output`` (inputs agree, an output differs), ``input``, ``sequence``
-    (operations that only one side has), ``order`` (the same operations in another order), ``form`` (settings, layout
+    ``labels``: A and B. ``ranks``: the ranks with this difference; empty without a difference. ``counts``: operations
+    of the step in A and in B. ``kind``: ``output`` (inputs agree, an output differs), ``input``, ``sequence``
+    (operations that only one run has), ``order`` (the same operations in another order), ``form`` (settings, layout
     and the like) or empty without a difference. ``stage``, ``module``, ``name``: of the first different operation; the
-    stage is ``forward``, ``backward`` or, between two runs, ``after backward``. ``summary``: one phrase. ``details``:
-    differing values. ``earlier``: operations before that only one side has, and whether they are without influence.
-    ``meaning``, ``next_step``: sentences. ``rows``: the operations around the difference.
+    stage is ``forward``, ``backward`` or ``after backward``. ``summary``: one phrase. ``details``: differing values.
+    ``earlier``: operations before that only one run has, and whether they are without influence. ``meaning``,
+    ``next_step``: sentences. ``rows``: the operations around the difference.
     """
 
     step: int
@@ -151,13 +150,13 @@ class Comparison:
     every rank, None without any. ``first``: the first divergence; None unless ``verdict`` is ``different``.
     ``others``: the next few divergences in the same step and phase (for two runs, on the same rank). ``size``: for two
     runs, the greatest relative difference of norms there; None if unknown. ``explanation``: sentences about the first
-    divergence. ``causes``: possible causes, likeliest first, with every setting of the optimizer that differs up to
-    there, but for ``first`` and ``settings_apart``. ``locations``: the first few, in the order of training;
-    ``more_locations``: number of steps and phases with differences beyond ``locations``. ``metrics``: for two runs,
-    the first difference of each metric; no part of the verdict. ``operations``: the first different operation of the
-    first different step, or of a recorded step without one; None if no operations were compared; no part of the
-    verdict. ``notes``: parts of the traces without a comparison, with the reason. ``settings_apart``: the settings
-    among these differences that change a step by rounding at most.
+    divergence. ``causes``: possible causes, likeliest first; among them every setting of the optimizer that differs up
+    to there, except ``first`` and ``settings_apart``. ``locations``: the first few, in the order of training.
+    ``more_locations``: number of steps and phases with differences beyond ``locations``. ``metrics``: for two runs, the
+    first difference of each metric. ``operations``: the first different operation of the first different step; without
+    such a step, of the recorded steps; None if no operations were compared. Metrics and operations do not change the
+    verdict. ``notes``: parts of the traces that were not compared, with the reason. ``settings_apart``: settings that
+    differ and change a step by rounding at most.
     """
 
     folders: tuple[str, ...]
@@ -173,18 +172,17 @@ class Comparison:
     more_locations: int = 0
     metrics: tuple[MetricDifference, ...] = ()
     operations: OperationFinding | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     settings_apart: tuple[Cause, ...] = ()
 
 
 JSON_FORMAT = "legacy_ddp diff"
 JSON_VERSION = 1
-# Fields with another key in the JSON object of version 1.
+# The keys of these fields in the JSON object of version 1.
 _JSON_KEYS = {"explanation": "meaning", "locations": "places", "more_locations": "more_places", "value": "word"}
 
 
 def lines(comparison: Comparison) -> list[str]:
-    """The text of a comparison, line by line."""
     text = [*wrap(comparison.headline), *_folders(comparison)]
     if comparison.causes:
         text += ["", "these differ around the training, and may explain it:"]
@@ -220,13 +218,12 @@ def _members(record: Comparison | Divergence) -> dict[str, Any]:
 
 
 def _causes(causes: Sequence[Cause]) -> Iterator[str]:
-    """All of them: the line left out might be the reason."""
-    for cause in causes:
+    for cause in causes:  # no cap: the line left out might be the reason
         yield from wrap(": ".join(cause_parts(cause)), "  ")
 
 
 def cause_parts(cause: Cause) -> tuple[str, str]:
-    """The thing that differs, with its place, and the values."""
+    """What differs and where; and the values of the sides."""
     sides = ", ".join(f"{value} in {label}" for label, value in cause.sides)
     return f"{cause.what}{f', {cause.where}' if cause.where else ''}", sides
 
@@ -319,8 +316,8 @@ def operation_lines(found: OperationFinding) -> Iterator[str]:
 
 
 def on_ranks(found: OperationFinding) -> str:
-    """`` on ranks 0-1``: the ranks with a difference between two runs, for a headline; otherwise empty."""
-    return f" on {name_ranks(found.ranks)}" if found.ranks and found.labels == ("A", "B") else ""
+    """`` on ranks 0-1``, for a headline; empty without a difference."""
+    return f" on {name_ranks(found.ranks)}" if found.ranks else ""
 
 
 def _counts(found: OperationFinding) -> str:
@@ -331,6 +328,5 @@ def _counts(found: OperationFinding) -> str:
 
 
 def _number(found: OperationFinding) -> str:
-    """The number of the first different operation in the step, on each side."""
     first = next((row.numbers for row in found.rows if row.is_first), None)
     return f" ({numbers(first, found.labels)})" if first else ""

@@ -1,7 +1,4 @@
-"""Alignment of two sequences of operations that had the same data, and their first difference. Pure.
-
-Two runs have the same data, and so have two ranks with one batch.
-"""
+"""Alignment of two sequences of operations on the same data, and their first difference. Pure."""
 
 from bisect import bisect_left
 from collections import Counter, deque
@@ -20,11 +17,11 @@ from legacy_ddp.debug._operations.operation import (
     other_parameters,
 )
 
-# Two sequences meet again where this many keys agree. A single key would meet by chance: operations repeat.
+# Sequences are aligned again where this many keys agree. One key may agree by chance: operations repeat.
 _MEETING = 2
-# Blocks with more items on both sides are not refined, because the time grows with the product.
+# Blocks with more items on a side are not refined, because the time grows with the product of both sides.
 _REFINED = 400
-# Gaps before a difference or behind it, beyond which no more are kept.
+# Gaps that are kept, each of those before and of those behind a difference.
 _MAX_GAPS = 10
 
 
@@ -32,7 +29,7 @@ _MAX_GAPS = 10
 class Block:
     """Items ``start_a`` to ``end_a`` (exclusive) of A beside items ``start_b`` to ``end_b`` of B.
 
-    ``is_common``: the keys agree, one by one. Otherwise no item has a counterpart, and one side may be empty.
+    ``is_common``: the keys are equal in pairs. Otherwise no item has a counterpart, and one side may be empty.
     """
 
     start_a: int
@@ -43,7 +40,6 @@ class Block:
 
     @property
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """The positions of paired items, of a common block."""
         return zip(range(self.start_a, self.end_a), range(self.start_b, self.end_b), strict=True)
 
 
@@ -53,10 +49,10 @@ def aligned(a: Sequence[Operation], b: Sequence[Operation]) -> Iterator[Block]:
 
 
 def blocks(a: Sequence[Hashable], b: Sequence[Hashable]) -> Iterator[Block]:
-    """The blocks in order, common blocks and others in turn.
+    """The blocks in order.
 
-    After a difference the sequences meet at the nearest place (fewest items skipped) with two equal keys on both sides,
-    or at their ends. Time and memory are linear in the number of items.
+    After a difference, the next common block begins at the nearest place (fewest items skipped) where ``_MEETING`` keys
+    agree, or at both ends. Time and memory are linear in the number of items.
     """
     i = j = 0
     meetings: _Meetings | None = None
@@ -87,7 +83,7 @@ class _Meetings:
             self._positions.setdefault(tuple(b[j : j + _MEETING]), []).append(j)
 
     def nearest(self, a: Sequence[Hashable], i: int, j: int) -> tuple[int, int]:
-        """The positions from ``i`` and ``j`` on with equal next keys, and the fewest items before; or both ends."""
+        """The nearest positions at or after ``i`` and ``j`` with equal next keys; both ends if there are none."""
         best, fewest = (len(a), self._length), len(a) - i + self._length - j
         for p in range(i, len(a)):
             if p - i >= fewest:
@@ -100,7 +96,7 @@ class _Meetings:
 
 
 def _refined(a: Sequence[Hashable], b: Sequence[Hashable], block: Block) -> Iterator[Block]:
-    """The common items inside of a small block, which has single equal keys at most."""
+    """The block, split at its common items if it is small."""
     left, right = a[block.start_a : block.end_a], b[block.start_b : block.end_b]
     if max(len(left), len(right)) > _REFINED or not {*left} & {*right}:
         yield block
@@ -113,11 +109,11 @@ def _refined(a: Sequence[Hashable], b: Sequence[Hashable], block: Block) -> Iter
 def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> OperationDifference | None:
     """The first difference of A and B in the order of execution; None if all operations agree.
 
-    Operations are aligned by stage, module and name. The first pair with different values decides: with equal inputs
-    and different outputs the operation is the culprit; a different input came in with the data or the weights, from
-    operations that only one sequence has, or by a write that is no operation. Without different values the difference
-    is the first of: an operation that takes a different parameter with equal bits; operations of a single sequence with
-    influence; operations of a single sequence; different settings, layout or generator.
+    Operations are aligned by stage, module and name. The first pair with different values is the difference. If its
+    inputs are equal, the operation is the cause. A different input comes from the data, from the weights, from
+    operations that only one sequence has, or from a write that is no operation. If no values differ, the difference is
+    the first of: an operation that takes another parameter with equal bits; operations with influence that only one
+    sequence has; other operations that only one sequence has; different settings, layout or generator.
 
     Time and memory are linear in the number of operations.
     """
@@ -127,13 +123,14 @@ def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> Operatio
     while waiting:
         block = waiting.popleft()
         if not block.is_common:
-            gaps.append(gap_of(a, b, block))
+            left, right = a[block.start_a : block.end_a], b[block.start_b : block.end_b]
+            gaps.append(Gap(block.start_a, block.start_b, tuple(left), tuple(right)))
             continue
         for i, j in block.pairs:
             if a[i] == b[j]:
                 continue
             if not _values_differ(a[i], b[j]):
-                # No aspect: a wrapper counts micro-batches unlike a plain module, or only one side has a digest.
+                # Unequal operations without an aspect: other numbers of micro-batches, or a digest on only one side.
                 if aspects(a[i], b[j]):
                     forms.append((i, j))
             elif moved := _moved(a, b, i, j, waiting[0]) if waiting else ():
@@ -148,10 +145,10 @@ def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> Operatio
 def _moved(
     a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, following: Block
 ) -> tuple[Block, Block] | tuple[()]:
-    """The block ``following``, moved to the pair ``i``, ``j``, and the pairs behind it; empty if it belongs elsewhere.
+    """The gap ``following``, moved to the pair ``i``, ``j``, and the pairs behind it; empty if it does not fit there.
 
-    If neighbours have equal keys, for example two products of a module, the keys do not show which of them only one
-    sequence has. The values do.
+    If neighbours have equal keys, for example two products of a module, only their values show which of them one
+    sequence lacks.
     """
     more_a, more_b = following.end_a - following.start_a, following.end_b - following.start_b
     if following.is_common or (more_a and more_b):
@@ -165,23 +162,10 @@ def _moved(
     return gap, Block(gap.end_a, following.end_a, gap.end_b, following.end_b, is_common=True)
 
 
-def gap_of(a: Sequence[Operation], b: Sequence[Operation], block: Block) -> Gap:
-    left, right = a[block.start_a : block.end_a], b[block.start_b : block.end_b]
-    return Gap(block.start_a, block.start_b, tuple(left), tuple(right))
-
-
-def sequence_difference(
-    gap: Gap, earlier: Iterable[Gap] = (), *, has_effect: bool | None = True
-) -> OperationDifference:
-    """A gap as a difference."""
-    kept = tuple(earlier)[:_MAX_GAPS]
-    return OperationDifference("sequence", gap.start_a, gap.start_b, gap.a, gap.b, earlier=kept, has_effect=has_effect)
-
-
 def _without_other_values(
     a: Sequence[Operation], b: Sequence[Operation], gaps: Sequence[Gap], forms: Sequence[tuple[int, int]]
 ) -> OperationDifference | None:
-    """The difference of sequences with equal values. ``forms``: pairs of operations that differ in form."""
+    """The difference of sequences with equal values. ``forms``: positions of pairs that differ in form."""
     gaps = with_influence(gaps, a, b)
     passed = next(((i, j) for i, j in forms if other_parameters(a[i], b[j])), None)
     if gaps and passed is None:
@@ -197,10 +181,11 @@ def _without_other_values(
 
 
 def _gap_difference(
-    a: Sequence[Operation], b: Sequence[Operation], gap: Gap, earlier: Iterable[Gap], *, has_effect: bool
+    a: Sequence[Operation], b: Sequence[Operation], gap: Gap, earlier: Sequence[Gap], *, has_effect: bool
 ) -> OperationDifference:
-    """The gap as a difference, or the operations from there on that differ only in their order."""
-    found = sequence_difference(gap, earlier, has_effect=has_effect)
+    """The gap as a difference of kind ``order`` or ``sequence``."""
+    kept = tuple(earlier[:_MAX_GAPS])
+    found = OperationDifference("sequence", gap.start_a, gap.start_b, gap.a, gap.b, earlier=kept, has_effect=has_effect)
     left, right = a[gap.start_a :], b[gap.start_b :]
     count = _reordered(left, right)
     return replace(found, kind="order", a=tuple(left[:count]), b=tuple(right[:count])) if count else found
@@ -209,7 +194,7 @@ def _gap_difference(
 def _reordered(a: Sequence[Operation], b: Sequence[Operation]) -> int:
     """The number of operations at the beginning of A and of B that are the same in another order; 0 without any.
 
-    Two operations are the same if stage, module, name, parameters and settings are equal.
+    Operations are the same if stage, module, name, parameters and settings are equal.
     """
 
     def items(part: Iterable[Operation]) -> Iterator[Hashable]:
@@ -221,7 +206,7 @@ def _reordered(a: Sequence[Operation], b: Sequence[Operation]) -> int:
             surplus.update(items(a[block.start_a : block.end_a]))
             surplus.subtract(items(b[block.start_b : block.end_b]))
         if not any(surplus.values()):  # up to here, A and B have the same operations
-            return 0 if block.is_common else block.end_a  # only the first block can be common here: A and B begin alike
+            return 0 if block.is_common else block.end_a  # a common block here is the first: A and B begin alike
     return 0
 
 
@@ -232,9 +217,9 @@ def _values_differ(a: Operation, b: Operation) -> bool:
 def _value_difference(
     a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, gaps: Sequence[Gap]
 ) -> OperationDifference:
-    """The difference of operation ``i`` of A and operation ``j`` of B, whose values differ. ``gaps``: before them.
+    """The difference of operation ``i`` of A and operation ``j`` of B. ``gaps``: before them.
 
-    Other inputs are due to an earlier gap, if there is one that may be their cause.
+    If inputs differ and an earlier gap may be the cause, the gap is the difference.
     """
     gaps = with_influence(gaps, a, b)
     earlier = tuple(gaps[:_MAX_GAPS])
@@ -248,22 +233,23 @@ def _value_difference(
 
 
 def agree(a: Value, b: Value) -> bool:
-    """Whether dtype, shape and bits agree. Values without digest have no defined content, and agree by their kind."""
+    """Whether dtype, shape and bits agree; only dtype and shape if a value has no digest."""
     return a.kind == b.kind and (a.digest == b.digest or a.digest is None or b.digest is None)
 
 
 def differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[int, ...]:
-    """Positions of the values with a difference, and of the values that only one side has."""
+    """Positions of values that differ, and of values that only one side has."""
     both = min(len(a), len(b))
     found = [index for index in range(both) if not agree(a[index], b[index])]
     return (*found, *range(both, max(len(a), len(b))))
 
 
 def _cause(gaps: Sequence[Gap], found: OperationDifference) -> Gap | None:
-    """The gap to which differing inputs are due: the last gap with a write of a differing input.
+    """The gap that may be the cause of differing inputs; None without one.
 
-    Without such a gap: the last gap with an operation in place, which may have written to a part of the tensor. Without
-    this gap, too: the last gap for an input of unknown origin, None for a weight or the output of a common operation.
+    This is the last gap with an operation that returned a differing input. Without one, it is the last gap with an
+    operation in place, because this may have written to a part of the tensor. Without such a gap, it is the last gap
+    if the origin of the input is unknown. A weight and the output of a common operation have a known origin.
     """
     values = found.differing_values
     for gap in reversed(gaps):
@@ -278,7 +264,7 @@ def _cause(gaps: Sequence[Gap], found: OperationDifference) -> Gap | None:
 
 
 def _may_write(gap: Gap, origin: Origin) -> bool:
-    """Whether an operation in place stands in the gap, after the tensor was written."""
+    """Whether the gap lies after the write of the tensor, and holds an operation in place."""
     starts = (gap.start_a, origin.writer_a), (gap.start_b, origin.writer_b)
     if any(writer is not None and start <= writer for start, writer in starts):
         return False
@@ -298,7 +284,7 @@ def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, posi
 
 
 def last_reader(operations: Sequence[Operation], before: int, name: str) -> int | None:
-    """The position of the last operation before ``before`` with the bits of the parameter among its inputs, or None."""
+    """The position of the last operation before ``before`` that read the bits of the parameter, or None."""
     if not name:
         return None
     return next((index for index in reversed(range(before)) if _reads(operations[index], name)), None)
@@ -318,17 +304,17 @@ def _writer(operations: Sequence[Operation], before: int, value: Value) -> int |
 
 
 def _holds(values: Sequence[Value], value: Value) -> bool:
-    """Whether the bits of ``value`` are among ``values``, in any shape."""
+    """Whether ``values`` hold the bits of ``value``, in any shape."""
     return value.digest is not None and any(held.digest == value.digest for held in values)
 
 
 def with_influence(gaps: Sequence[Gap], a: Sequence[Operation], b: Sequence[Operation]) -> list[Gap]:
-    """The gaps of A and B, with ``has_influence`` where an operation of the gap has influence.
+    """The gaps, with ``has_influence`` where an operation of the gap has influence. Time and memory are linear.
 
-    An operation has influence if it draws random numbers, writes in place, makes a view of a parameter or buffer (code
-    may write through the view), computes from the backward pass on (the result may be a gradient), or if a later
-    operation reads its output: an operation of both sequences, or one with influence. A view has no bits, and may read
-    each output of its shape. A copy has no influence, because its bits were there before. Time and memory are linear.
+    An operation has influence if a later operation reads its output: one of both sequences, or one with influence. It
+    also has influence if it draws random numbers, writes in place, makes a view of a parameter or buffer (code may
+    write through the view), or computes in the backward pass or after it (the result may be a gradient). A view has no
+    bits: it counts as a reader of every output of its shape. A copy has no influence, because it gives no new bits.
     """
     of_a = [range(gap.start_a, gap.start_a + len(gap.a)) for gap in gaps]
     of_b = [range(gap.start_b, gap.start_b + len(gap.b)) for gap in gaps]
@@ -342,7 +328,7 @@ def with_influence(gaps: Sequence[Gap], a: Sequence[Operation], b: Sequence[Oper
 def _influential(operations: Sequence[Operation], alone: Collection[int]) -> set[int]:
     """The positions among ``alone`` of operations with influence."""
     found: set[int] = set()
-    read: set[str] = set()  # digests, and kinds of the inputs of views, behind the position
+    read: set[str] = set()  # by later operations: digests, and of views the kinds of inputs
     for position in reversed(range(len(operations))):
         operation = operations[position]
         if position in alone:

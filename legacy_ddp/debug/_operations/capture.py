@@ -28,44 +28,43 @@ from legacy_ddp.debug._operations.signature import (
     tensors_in,
 )
 
-# Larger tensors are digested at once: a digest of many tensors together saves no time for them.
+# Larger tensors are digested at once: only for small tensors a digest of many together saves time.
 _COPY_BYTES = 2**15
 _CHUNK_BYTES = 2**22
-# Above, memory stays undefined until an operation writes the whole storage: a map has a byte for each byte of memory.
+# A map of written bytes is as large as the memory. Larger memory is undefined until one operation writes all of it.
 _MAX_MAP_BYTES = 2**26
 
 
 class OperationCapture:
     """The operations of one thread between :meth:`start` and :meth:`stop`, in order. Also a context manager.
 
-    Digests of inputs are taken before the operation, of outputs after it, and an input is read again although it is the
-    output of an earlier operation: a write from elsewhere (a second thread, a stale pointer) shows as a difference of
-    the two digests. Without a digest are:
+    Inputs are digested before the operation, outputs after it. An input is digested again even if it is the output of
+    an earlier operation: the two digests differ after a write from elsewhere (a second thread, a stale pointer).
+    Without a digest are:
 
-    - inputs and outputs of views (``t``, ``view``, ``detach``), which compute nothing: their shapes, strides and
-      settings are recorded; inputs of allocations, likewise;
-    - memory that no operation has written to (``aten::empty`` and relatives), and destinations that an operation
-      overwrites without reading (``copy_``, ``out=``) among its inputs;
+    - inputs and outputs of views (``t``, ``view``, ``detach``), which compute nothing, and inputs of allocations: only
+      their shapes, strides and settings are recorded;
+    - memory that no operation has written to (as from ``aten::empty``), and inputs that an operation overwrites without
+      reading (``copy_``, ``out=``);
     - workspaces of kernels, and outputs of collectives, which return before they have written;
     - tensors of classes with operations of their own (DTensor), quantized and meta tensors.
 
-    Operations inside of a custom operation are not seen, nor are operations of other threads; of these, the threads of
-    a CUDA model's backward pass are. In regions under torch.compile, which stay compiled (torch 2.8 compiles these once
-    more, and fails in ``torch.cond``), the operations that the compiled code calls are seen, and generated kernels are
-    not. Operations of this library are left out. Parameters are
-    known by their memory at :meth:`start`: other tensors, given to ``functional_call``, have no names.
+    Operations inside of a custom operation are not captured, and of other threads only those of a CUDA model's backward
+    pass. Under torch.compile, code stays compiled (torch 2.8 compiles it once more, and fails in ``torch.cond``): the
+    operations that it calls are captured, its generated kernels are not. Operations of this library are left out.
+    Parameters are known by their memory at :meth:`start`: other tensors, given to ``functional_call``, have no names.
 
     The bits, generators and memory formats of the training stay the same. Other dispatch modes may be entered and left
-    in between. A block of ``torch.inference_mode()`` restores the dispatch keys of its beginning: start and stop both
-    inside of it or both outside.
+    between start and stop. Start and stop both inside of a block of ``torch.inference_mode()`` or both outside, because
+    the end of the block restores the dispatch keys of its beginning.
 
     Args:
         module: the model. Module paths and names of parameters are from ``named_modules()`` and
             ``named_parameters()``.
         keep: positions of operations with outputs to keep in :attr:`kept`.
-        counts_forwards: leave out all operations before the first in a forward pass of the model; a forward pass counts
-            as a new micro-batch if it is the first, or the first after a backward pass. Otherwise
-            :meth:`begin_micro_batch` counts.
+        counts_forwards: leave out all operations before the first forward pass of the model. A micro-batch begins with
+            the first forward pass, and with the first one after a backward pass. If False, :meth:`begin_micro_batch`
+            begins it.
 
     Attributes:
         kept: copies of the outputs of operations, by position.
@@ -89,7 +88,6 @@ class OperationCapture:
 
     @property
     def is_running(self) -> bool:
-        """Whether the capture has started and not ended."""
         return self._is_running
 
     def __enter__(self) -> "OperationCapture":
@@ -105,7 +103,6 @@ class OperationCapture:
             self.cancel()
 
     def start(self) -> None:
-        """Begin a new record."""
         if self._is_running:
             raise LegacyDDPError("this capture of operations has started already, expected stop() before start()")
         self._observer, self._failure = self._make_observer(), None
@@ -119,7 +116,7 @@ class OperationCapture:
         self._observer.micro_batch += 1
 
     def stop(self) -> list[Operation]:
-        """End the record, also where this raises the first failure to record an operation. Returns the operations."""
+        """End the record and return the operations. Raises the first failure to record an operation, after the end."""
         if not self._is_running:
             raise LegacyDDPError("this capture of operations has not started, expected start() before stop()")
         self.cancel()
@@ -133,7 +130,7 @@ class OperationCapture:
         """End without a record; may be called again."""
         if not self._is_running:
             return
-        self._is_running = False  # a mode that cannot be removed passes operations on
+        self._is_running = False  # first: a mode that cannot be removed then only passes operations on
         if not self._mode.remove():
             raise LegacyDDPError(
                 "the capture of operations cannot end: its dispatch mode is not among those of this thread; start and "
@@ -141,7 +138,7 @@ class OperationCapture:
             )
 
     def _handle(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operation, and record it. A failure to record ends the record, and not the operation."""
+        """Run the operation, and record it. After a failure to record, operations still run."""
         if are_forwards_private() != self._is_private:
             return function(*args, **kwargs)
         running = self._try(self._observer.before, function, args, kwargs)
@@ -162,7 +159,7 @@ class OperationCapture:
             return None
 
 
-# Kind, layout, and the position of the digest; None without a digest.
+# Kind, layout, and the position of the digest in the list of digests; None without a digest.
 _Seen = tuple[str, str, int | None]
 
 
@@ -187,7 +184,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Running:
-    """An operation before its return. ``written``: the arguments written to."""
+    """An operation before its return. ``written``: the arguments that it writes to."""
 
     signature: Signature
     record: _Record
@@ -195,10 +192,7 @@ class _Running:
 
 
 class _Observer:
-    """Collects the operations of one record while they run.
-
-    ``keep``: positions of operations with outputs to copy to :attr:`kept`. ``counts_forwards``: as for the capture.
-    """
+    """Collects the operations of one record while they run. Arguments as of :class:`OperationCapture`."""
 
     def __init__(self, module: nn.Module, keep: frozenset[int], *, counts_forwards: bool) -> None:
         self.micro_batch = 0
@@ -232,7 +226,6 @@ class _Observer:
         return _Running(signature, record, tuple([tensor for name, tensor in tensors if name in signature.written]))
 
     def after(self, running: _Running, result: object) -> None:
-        """Note the outputs of an operation."""
         signature, outputs = running.signature, list(tensors_in(result))
         returned = {*map(id, outputs)}
         outputs += [tensor for tensor in running.written if id(tensor) not in returned]
@@ -244,7 +237,6 @@ class _Observer:
         self._records.append(running.record)
 
     def operations(self) -> list[Operation]:
-        """All operations so far."""
         digests = self._digests.digests()
         before = next((index for index, record in enumerate(self._records) if record.is_inside), 0)
         return [
@@ -253,7 +245,7 @@ class _Observer:
         ]
 
     def _has_begun(self, place: OperationPlace) -> bool:
-        """Whether a forward pass of the model has begun; count the pass at its first operation."""
+        """Whether a forward pass of the model has begun. Counts a micro-batch at its first operation."""
         if place.stage == "backward":
             self._is_new_forward = True
         elif self._is_new_forward and place.is_inside:
@@ -273,7 +265,7 @@ class _Observer:
         return kind, layout, self._digests.add(tensor) if has_digest else None
 
     def _note_memory(self, signature: Signature, outputs: list[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-        """Note the memory written to or allocated by the operation."""
+        """Note the memory that the operation wrote or allocated."""
         if not signature.is_partial and not signature.is_view:
             for tensor in written:
                 self._undefined.note_write(tensor)
@@ -313,7 +305,7 @@ def _operation(record: _Record, digests: list[str], *, number: int) -> Operation
 
 
 class _PendingDigests:
-    """Digests of tensors as they are when added. Holds at most ``_CHUNK_BYTES`` of copies."""
+    """Digests of tensors at the time when they were added. Holds at most ``_CHUNK_BYTES`` of copies."""
 
     def __init__(self) -> None:
         self._found: dict[int, int] = {}
@@ -348,26 +340,26 @@ class _PendingDigests:
 
 @dataclass
 class _Region:
-    """``storage``: keeps the key from being used again. ``written``: for each byte of the storage; None: no byte."""
+    """``storage``: prevents that its key is used again. ``written``: by byte; None: no byte was written."""
 
     storage: object
     written: torch.Tensor | None = None
 
 
 class _UndefinedMemory:
-    """The undefined bytes of all storages that were noted by :meth:`note_allocation`. Keeps no memory alive."""
+    """The undefined bytes of the storages in :meth:`note_allocation`. Keeps no memory of tensors alive."""
 
     def __init__(self) -> None:
         self._regions: dict[int, _Region] = {}
 
     def note_allocation(self, tensor: torch.Tensor) -> None:
-        """No byte of the tensor's storage is defined."""
+        """Note that no byte of the tensor's storage is defined."""
         key = internals.storage_key(tensor)
         if key is not None and tensor.numel():
             self._regions[key] = _Region(internals.weak_storage(tensor))
 
     def note_write(self, tensor: torch.Tensor) -> None:
-        """All elements of the tensor are written."""
+        """Note that all elements of the tensor are written."""
         key = internals.storage_key(tensor) if self._regions else None
         region = None if key is None else self._regions.get(key)
         if key is None or region is None:
@@ -395,7 +387,7 @@ class _UndefinedMemory:
 
 
 def _bytes_of(tensor: torch.Tensor, of_storage: torch.Tensor) -> torch.Tensor:
-    """The bytes of the tensor's elements, of a tensor with one element for each byte of the storage."""
+    """The elements of ``of_storage`` for the tensor's bytes; it has one element for each byte of the storage."""
     size = tensor.itemsize
     strides = (*(stride * size for stride in tensor.stride()), 1)
     return of_storage.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)

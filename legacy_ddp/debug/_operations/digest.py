@@ -6,9 +6,9 @@ and takes in the words of the column, then two words of zero::
 
     state = fold(word + MULTIPLIER * state)        fold(x) = x ^ (x >> 32), a logical shift
 
-Without the fold a column would be a polynomial mod 2**64, where two flips of bit 63 cancel: the digest would miss a
-negated float64 tensor. The product carries low bits up, and the fold brings high bits down. Each step is invertible, so
-a single changed word always changes the state.
+Without the fold a column would be a polynomial mod 2**64. Two flips of bit 63 would cancel, so the digest would miss
+that a float64 tensor is negated. Multiplication moves low bits up, and the fold moves high bits down. Each step is
+invertible, so one changed word always changes the state.
 
 ``MULTIPLIER`` is the multiplier of Knuth's MMIX generator (The Art of Computer Programming 2, 3.3.4). Keys are the
 states of splitmix64 from 0 on. The finish by shift, xor and multiplication in turn is also from splitmix64 (Steele,
@@ -29,13 +29,13 @@ from legacy_ddp._replicas.state import (
 )
 from legacy_ddp._torch.device import host_tensor_for, read_vectors
 
-# The numbers of rows and lanes are part of the definition of a digest. More rows leave fewer states to finish, more
-# lanes need fewer calls of torch.
+# These numbers are part of the definition of a digest. More rows leave fewer states to finish; more lanes need fewer
+# calls of torch.
 MAX_ROWS = 2**6
 MIN_LANES = 2**12
-# The number of lanes that advance together is no part of it. On a CPU these lanes fit in the cache, and stay below the
-# size from which torch uses more threads: the threads of many ranks on a host would wait for each other. On a GPU the
-# number of launches should be small.
+# The number of lanes that advance together is not part of the definition. On a CPU these lanes fit in the cache, and
+# torch uses one thread: with more, the threads of many ranks on a host would wait for each other. On a GPU more lanes
+# need fewer launches.
 CPU_LANES = 2**15
 GPU_LANES = 2**20
 
@@ -44,8 +44,8 @@ GPU_LANES = 2**20
 def digest(tensor: torch.Tensor) -> int:
     """The digest of the bits of ``tensor`` in row-major order, for any shape and strides: a signed 64-bit number.
 
-    Includes payloads of NaN and the sign of zero, but neither shape nor dtype. A sparse tensor is digested as its
-    coalesced indices and values, a quantized tensor as its integers with scale and zero point.
+    It depends on payloads of NaN and on the sign of zero, but not on shape or dtype. The bits of a sparse tensor are
+    those of its coalesced indices and values; of a quantized tensor, its integers, scale and zero point.
 
     Raises:
         TypeError: the tensor is meta, quantized to less than a byte, or neither strided nor sparse COO.
@@ -67,7 +67,7 @@ def digest_each(tensors: Iterable[torch.Tensor]) -> list[int]:
 def begin_digests(tensors: Iterable[torch.Tensor]) -> Begun[list[int]]:
     """A vector per device, and a function from the numbers in the vectors to the digest of each tensor.
 
-    So a caller reads the vectors together with other numbers.
+    A caller can read the vectors together with other numbers.
     """
     sizes: list[int] = []
     indices: dict[torch.device, list[int]] = {}
@@ -88,7 +88,9 @@ def begin_digests(tensors: Iterable[torch.Tensor]) -> Begun[list[int]]:
 
 
 def _chunks(tensors: Iterable[torch.Tensor], sizes: list[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Tensors by index: large tensors alone, tensors of a single row together. Appends their bytes to ``sizes``."""
+    """Tensors by index: each large tensor alone, tensors of one row together. Appends their numbers of bytes to
+    ``sizes``.
+    """
     waiting: dict[torch.device, dict[int, torch.Tensor]] = {}
     lanes: dict[torch.device, int] = {}
     for index, data in enumerate(tensors):
@@ -127,7 +129,7 @@ def _sum_of_states(data: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of_states(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the states of each tensor, for tensors of a single row. The lanes of all tensors advance together."""
+    """The sum of the states of each tensor, for tensors of one row. The lanes of all tensors advance together."""
     device = tensors[0].device
     lanes = [_count_words(data) for data in tensors]
     keys = torch.arange(max(lanes), device=device).mul_(GAMMA)
@@ -135,14 +137,14 @@ def _sums_of_states(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     state = torch.cat([keys_of[count] for count in lanes])
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     advance(state, [_padded(tensors), zero, zero])
-    # Cumulative sums and their differences wrap around: the results are exact mod 2**64.
+    # Cumulative sums and their differences may overflow: the results are exact mod 2**64.
     cumulative = torch.cat([zero, state]).cumsum(0)
     ends = host_tensor_for([0, *accumulate(lanes)], device)
     return cumulative[ends.to(device, non_blocking=True)].diff()
 
 
 def _rows(body: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The rows as words: views, or a copy of each row if the words are not aligned."""
+    """The rows as words: views, or copies if the words are not aligned."""
     if (body.storage_offset() | body.data_ptr()) % 8 == 0:
         return body.view(torch.int64).unbind()
     return (row.clone().view(torch.int64) for row in body.unbind())
@@ -164,5 +166,4 @@ def _count_words(data: torch.Tensor) -> int:
 
 
 def _max_lanes(device: torch.device) -> int:
-    """The number of lanes that advance together on the device."""
     return CPU_LANES if device.type == "cpu" else GPU_LANES

@@ -1,4 +1,7 @@
-"""The meaning of the first difference of two sequences of operations, and the next step: a table. Pure."""
+"""Tables of explanations: the meaning of the first difference of two sequences of operations, and the next step.
+
+Pure.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ from legacy_ddp.debug._operations.operation import (
     Operation,
     OperationDifference,
     Value,
-    aspects_of,
+    aspects,
     at,
     both,
     code_of,
@@ -21,7 +24,7 @@ from legacy_ddp.debug._operations.operation import (
 )
 
 Facts = Mapping[str, tuple[str, str]]
-"""Facts of the environment with another value on each side: name, and the value of either side."""
+"""Facts of the environment that differ between the sides: by name, the values of both."""
 
 # Facts that choose the kernel of an operation, or the order of its sums.
 _KERNEL_FACTS = (
@@ -43,7 +46,7 @@ class Explanation:
 
 
 class Rule(NamedTuple):
-    """A row of a table of explanations. In the texts ``{c.here.name}`` stands for an attribute of the case."""
+    """A row of a table. In the texts ``{c.here.name}`` stands for an attribute of the case."""
 
     applies: Callable[[Any], object]
     meaning: str
@@ -51,24 +54,23 @@ class Rule(NamedTuple):
 
 
 def always(_: object) -> bool:
-    """The condition of the last row of a table."""
     return True
 
 
 def explain_by(rows: Iterable[Rule], case: object) -> Explanation:
-    """The texts of the first row that applies to the case; empty if none does."""
+    """The texts of the first row that applies to the case; empty texts if none does."""
     row = next((row for row in rows if row.applies(case)), Rule(always, ""))
     return Explanation(row.meaning.format(c=case), row.next_step.format(c=case))
 
 
 def explain(found: OperationDifference, labels: Labels = ("A", "B"), facts: Facts | None = None) -> Explanation:
-    """The likely cause of a difference. ``facts``: differences of the environments of both sides."""
+    """The likely cause of a difference, and the next step."""
     return explain_by(_ROWS[found.kind], _Case(found, labels, facts or {}))
 
 
 @dataclass(frozen=True)
 class _Named:
-    """An operation in a text. ``side``: the only side with the operation, as ``in A``."""
+    """An operation with its texts. ``side``: the only side with the operation, as ``in A``."""
 
     operation: Operation
     side: str = ""
@@ -116,7 +118,10 @@ class _Case:
 
     @property
     def names(self) -> list[str]:
-        """The names of a differing input, or of a different parameter with equal bits; empty for no parameter."""
+        """Names of the parameters that A and B pass as the first input that differs or is another parameter.
+
+        An empty name stands for a tensor that is no parameter.
+        """
         position = (self.found.passed or self.found.differing)[0]
         return [side.parameters[position] for side in (self.a, self.b)]
 
@@ -132,7 +137,7 @@ class _Case:
 
     @property
     def parameter(self) -> str:
-        """The name of a differing input that is the same parameter or buffer on both sides."""
+        """The name of a differing input that is one parameter or buffer on both sides, else empty."""
         return self.found.origin.parameter
 
     @property
@@ -153,7 +158,7 @@ class _Case:
 
     @property
     def earlier_draw(self) -> _Named | None:
-        """The first earlier random draw that only one side made."""
+        """The first earlier random operation that only one side ran."""
         earlier = (item for gap in self.found.earlier for item in (*gap.a, *gap.b))
         return next((_Named(item) for item in earlier if item.generator), None)
 
@@ -164,7 +169,7 @@ class _Case:
 
     @property
     def aspects(self) -> str:
-        return listed(aspects_of(self.found))
+        return listed(aspects(self.a, self.b))
 
     @property
     def sides(self) -> dict[str, Sequence[Operation]]:
@@ -177,7 +182,7 @@ class _Case:
 
     @property
     def cast(self) -> _Named | None:
-        """A cast, if only one side casts, and does nothing else."""
+        """A cast to a reduced dtype, if only one side casts, and has no other operations with a digest."""
         side, casts = self._only(_is_cast)
         others = [item for item in self.sides.get(side, ()) if not _is_cast(item)]
         is_all = all(value.digest is None for item in others for value in item.outputs)
@@ -185,7 +190,6 @@ class _Case:
 
     @property
     def dtype(self) -> str:
-        """The dtype that the cast gives."""
         return self.cast.operation.outputs[0].kind.partition(" ")[0] if self.cast else ""
 
     @property
@@ -196,13 +200,13 @@ class _Case:
 
     @property
     def draw(self) -> _Named | None:
-        """A random draw, if only one side draws."""
+        """A random operation, if only one side runs any."""
         side, draws = self._only(_is_draw)
         return _Named(draws[0], side) if draws else None
 
     @property
     def dropout(self) -> _Named | None:
-        """The draw of a dropout, if only one side has operations, and all belong to the dropout."""
+        """The random operation of a dropout, if only one side has operations, and all belong to this dropout."""
         side, draws = self._only(_is_draw)
         if len(self.sides) > 1 or len(draws) != 1 or not draws[0].module:
             return None
@@ -211,7 +215,7 @@ class _Case:
 
     @property
     def normalisation(self) -> _Named | None:
-        """A normalisation, if both sides normalise."""
+        """An operation of batch normalisation, if both sides have one."""
         norms = [next((item for item in group if "batch_norm" in item.name), None) for group in self.sides.values()]
         return _Named(norms[0]) if len(norms) == 2 and norms[0] and norms[1] else None
 
@@ -230,7 +234,7 @@ class _Case:
 
     @property
     def effect(self) -> str:
-        """A sentence where no values differ, or no values were compared; otherwise empty."""
+        """A sentence if no values of operations of both sides differ, otherwise empty."""
         if self.found.has_effect:
             return ""
         equal = " All operations that both sides ran have equal values"
@@ -240,7 +244,7 @@ class _Case:
         return f"{equal}: {rest} the only recorded difference, and the likely cause of the tensors that differ."
 
     def _only(self, has_trait: Callable[[Operation], bool]) -> tuple[str, list[Operation]]:
-        """The side with operations that have the trait, and these operations; empty unless it is one side alone."""
+        """The only side with operations that have the trait, and these operations; empty if both or none have some."""
         found = [(side, [item for item in group if has_trait(item)]) for side, group in self.sides.items()]
         found = [(side, group) for side, group in found if group]
         return found[0] if len(found) == 1 else ("", [])
@@ -258,7 +262,7 @@ def _is_draw(operation: Operation) -> bool:
 
 
 def _is_compiled(operation: Operation) -> bool:
-    """Whether compiled code calls the operation: with ``out=``, or in a module wrapped by torch.compile."""
+    """Whether compiled code calls the operation: it has ``out=``, or runs in a module wrapped by torch.compile."""
     return operation.name.rpartition(".")[2] == "out" or "_orig_mod" in operation.module.split(".")
 
 

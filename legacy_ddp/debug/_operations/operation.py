@@ -1,12 +1,12 @@
 """Operations as they ran, the first difference of two sequences of operations, and phrases about both. Pure."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal
 
 Stage = Literal["forward", "backward", "after backward"]
-"""``after backward`` is no stage of a trace: :func:`with_after_backward` tells it from the operations before."""
+"""``after backward`` is no stage of a trace: :func:`with_after_backward` sets it."""
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,8 @@ class Value:
     """A tensor that an operation read or wrote.
 
     ``kind``: dtype and shape, as ``float32 (8, 10)``. ``layout``: empty for a contiguous tensor on the CPU, otherwise
-    strides and device as text. ``digest``: 16 hexadecimal digits of the bits in row-major order
-    (:func:`legacy_ddp.debug.digest`); None without defined content (the output of ``aten::empty``), or for a
-    tensor without a digest.
+    strides and device as text. ``digest``: 16 hexadecimal digits (:func:`legacy_ddp.debug.digest`), None for a tensor
+    without a digest: see :class:`OperationCapture`.
     """
 
     kind: str
@@ -33,13 +32,13 @@ class Operation:
     first. ``module``: path of the innermost module of the model, as ``encoder.layers.3.linear1``; for the backward pass
     the module whose forward pass made the node; empty outside of modules (the loss) and in the model itself.
     ``parameters``: for each input the name of the parameter or buffer that it is, or is a view of; empty for another
-    tensor. ``inputs``: tensors in the order of arguments, as they were before the operation. ``outputs``: returned
-    tensors, and inputs that the operation changed. ``settings``: all other arguments as text. ``generator``: 16
-    hexadecimal digits for the random generator's state before a random operation, otherwise empty.
+    tensor. ``inputs``: tensors in the order of arguments, before the operation. ``outputs``: returned tensors, and
+    inputs that the operation changed. ``settings``: all other arguments as text. ``generator``: 16 hexadecimal digits
+    for the random generator's state before a random operation, otherwise empty.
 
-    ``number``: the place in the order of execution, in every text about operations. 1 is the first operation of the
-    step in a forward pass of the model, or the first of all if none is in a forward pass. 0 stands for all operations
-    before (the preparation of a batch), which a trace does not hold.
+    ``number``: the place in the order of execution, for texts. 1 is the first operation of the step in a forward pass
+    of the model, or the first of all if none is in a forward pass. 0 stands for all operations before (the preparation
+    of a batch); a trace does not hold these.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Operation:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What operations at the same place in the code have in common."""
+        """Equal for operations at the same place in the code."""
         return self.stage, self.module, self.name
 
     @property
@@ -65,7 +64,7 @@ class Operation:
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether the name tells of a write to an input: ``aten::add_.Tensor``."""
+        """Whether the name says that an input is written: ``aten::add_.Tensor``."""
         return self.name.partition(".")[0].endswith("_")
 
     @property
@@ -73,22 +72,11 @@ class Operation:
         """Whether the operation writes in place, or to running statistics."""
         return self.writes_in_place or "batch_norm" in self.name
 
-    @property
-    def is_view(self) -> bool:
-        """Whether no tensor has a digest, and the operation is no allocation."""
-        values = (*self.inputs, *self.outputs)
-        return bool(values) and not _digests(values) and "empty" not in self.name
-
-    @property
-    def keeps_bits(self) -> bool:
-        """Whether the results are views, or have the bits of an input (``clone``, a sum over a single row)."""
-        outputs = _digests(self.outputs)
-        return self.is_view or (bool(outputs) and outputs <= _digests(self.inputs))
-
 
 def with_after_backward(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """The operations of a step, with the stage ``after backward`` for the code after ``backward()``: operations outside
-    of modules, behind the last backward operation of their micro-batch.
+    """The operations of a step, with the stage ``after backward`` for those of the code after ``backward()``.
+
+    These are operations outside of modules, behind the last backward operation of their micro-batch.
     """
     last = {item.micro_batch: index for index, item in enumerate(operations) if item.stage == "backward"}
     found = list(operations)
@@ -98,10 +86,6 @@ def with_after_backward(operations: Sequence[Operation]) -> tuple[Operation, ...
     return tuple(found)
 
 
-def _digests(values: Iterable[Value]) -> set[str]:
-    return {value.digest for value in values if value.digest is not None}
-
-
 Kind = Literal["output", "input", "sequence", "order", "form"]
 
 
@@ -109,7 +93,7 @@ Kind = Literal["output", "input", "sequence", "order", "form"]
 class Gap:
     """Operations without a counterpart: ``a`` at ``start_a`` of A, ``b`` at ``start_b`` of B; either may be empty.
 
-    Positions count from 0. ``has_influence``: later operations or values depend on them.
+    Positions count from 0. ``has_influence``: see :func:`with_influence`.
     """
 
     start_a: int
@@ -121,13 +105,13 @@ class Gap:
 
 @dataclass(frozen=True)
 class Origin:
-    """The way of a differing input into its operation.
+    """Where a differing input comes from.
 
-    ``parameter``: name of the parameter or buffer that the input is, or empty. ``writer_a``,
-    ``writer_b``: position of the last earlier operation with this output, in A and in B; None if no operation of the
-    step wrote the input. ``reader``: position in A of the last earlier operation with the parameter's bits, or None.
-    ``operation_a``, ``operation_b``, ``operation_read``: the operations of the positions ``writer_a``, ``writer_b`` and
-    ``reader``. ``is_argument``: the bits of both sides are arguments of the model's forward passes, as far as recorded.
+    ``parameter``: name of the parameter or buffer that the input is, or empty. ``writer_a``, ``writer_b``: position of
+    the last earlier operation with this output, in A and in B; None if no operation of the step returned the input.
+    ``reader``: position in A of the last earlier operation that read the parameter, or None. ``operation_a``,
+    ``operation_b``, ``operation_read``: the operations at these positions. ``is_argument``: on both sides, the input is
+    a recorded argument of the model's forward passes.
     """
 
     parameter: str = ""
@@ -146,18 +130,17 @@ class OperationDifference:
 
     ``kind``:
 
-    - ``output``: the inputs agree in dtype, shape and bits, and an output differs: the culprit.
+    - ``output``: the inputs agree in dtype, shape and bits, and an output differs: this operation is the cause.
     - ``input``: an input differs, although all operations before agree; see ``origin``.
     - ``sequence``: operations that only one sequence has.
     - ``order``: the same operations in another order.
-    - ``form``: settings, layout, dtype, dimensions or generator of an operation differ, and no value, as far as values
-      can be compared (ranks have data of their own).
+    - ``form``: settings, layout, parameters or generator of an operation differ, and no value.
 
     ``start_a``, ``start_b``: positions of ``a`` and ``b`` in their sequences, from 0. ``a``, ``b``: the operations, one
     each unless the kind is ``sequence`` or ``order``. ``differing``: positions of the differing outputs or inputs.
-    ``earlier``: gaps before, none of which wrote a differing input. ``later``: gaps behind, without effect.
-    ``has_effect``: values of operations of both sides differ; None if values were not compared. ``tensors_differ``:
-    without effect, and tensors of the step (gradients, parameters, buffers) differ nevertheless.
+    ``earlier``: gaps before; none of them wrote a differing input. ``later``: gaps behind, without effect.
+    ``has_effect``: values of operations of both sides differ. ``tensors_differ``: no such values differ, but tensors of
+    the step (gradients, parameters, buffers) do.
     """
 
     kind: Kind
@@ -169,7 +152,7 @@ class OperationDifference:
     origin: Origin = Origin()
     earlier: tuple[Gap, ...] = ()
     later: tuple[Gap, ...] = ()
-    has_effect: bool | None = True
+    has_effect: bool = True
     tensors_differ: bool = False
 
     @property
@@ -179,16 +162,14 @@ class OperationDifference:
 
     @property
     def numbers(self) -> tuple[int | None, int | None]:
-        """The numbers of the operation to name, in A and in B; None for a side without it."""
+        """The numbers of :attr:`operation` in A and in B; None for a side without it."""
         a, b = (side[0].number if side else None for side in (self.a, self.b))
         return (a, None if self.a else b) if self.kind in ("sequence", "order") else (a, b)
 
     @property
     def passed(self) -> tuple[int, ...]:
         """Positions of inputs with equal bits that are another parameter, or a parameter on only one side."""
-        if self.kind != "form" or self.has_effect is None:
-            return ()
-        return other_parameters(self.a[0], self.b[0])
+        return other_parameters(self.a[0], self.b[0]) if self.kind == "form" else ()
 
     @property
     def differing_values(self) -> tuple[tuple[Value, Value], ...]:
@@ -216,7 +197,7 @@ Labels = tuple[str, str]
 _MAX_SETTINGS = 120  # characters
 _MAX_NAMES = 3  # of operations that only one side has
 _KEPT = "; p is the probability of keeping an element, 0.5 by default, and dropout has 1 - p"
-_MAX_LATER = 3  # gaps behind a difference
+_MAX_LATER = 3  # gaps after a difference
 
 
 def place(operation: Operation, names: Sequence[str] = ()) -> str:
@@ -231,7 +212,6 @@ def _where(operation: Operation) -> str:
 
 
 def short(operation: Operation) -> str:
-    """The name without the overload ``default``."""
     return operation.name.removesuffix(".default")
 
 
@@ -259,7 +239,7 @@ def code_of(operation: Operation) -> str:
 
 
 def summary(found: OperationDifference, labels: Labels) -> str:
-    """The difference in one phrase: place, and what agrees and differs there."""
+    """One phrase: the place of the difference, and what agrees and differs there."""
     here = place(found.operation)
     if found.kind == "output":
         return f"{here}: inputs agree, {_positions(found.differing, len(found.a[0].outputs), 'output')}"
@@ -268,7 +248,7 @@ def summary(found: OperationDifference, labels: Labels) -> str:
     if found.passed:
         return f"{here}: input {found.passed[0] + 1} is another tensor with equal bits"
     if found.kind == "form":
-        return f"{here}: {listed(aspects_of(found))} differ"
+        return f"{here}: {listed(aspects(found.a[0], found.b[0]))} differ"
     if found.kind == "order":
         return _order(found, labels)
     return "; ".join(alone(found.a, found.b, labels))
@@ -285,8 +265,7 @@ def _positions(differing: Sequence[int], number: int, noun: str) -> str:
     if number == 1:
         return f"{noun} differs"
     more = [f"{len(differing) - 3} more"] if len(differing) > 3 else []
-    *first, last = [*(str(index + 1) for index in differing[:3]), *more]
-    numbers = f"{', '.join(first)} and {last}" if first else last
+    numbers = listed([*(str(index + 1) for index in differing[:3]), *more])
     return f"{noun}s {numbers} of {number} differ" if len(differing) > 1 else f"{noun} {numbers} of {number} differs"
 
 
@@ -305,7 +284,6 @@ def alone(a: Sequence[Operation], b: Sequence[Operation], labels: Labels) -> Ite
 
 
 def before(gap: Gap, labels: Labels) -> str:
-    """A gap before the difference."""
     return f"before{'' if gap.has_influence else ', without influence'}: {_of_gap(gap, labels)}"
 
 
@@ -314,7 +292,7 @@ def _of_gap(gap: Gap, labels: Labels) -> str:
 
 
 def _first_place(operations: Sequence[Operation]) -> tuple[str, bool]:
-    """The first place with the first names there, and whether there is no other place."""
+    """The first place with the first names there, and whether all operations are there."""
     first = operations[0]
     here = [*takewhile(lambda item: (item.stage, item.module) == (first.stage, first.module), operations)]
     names = [*dict.fromkeys(map(short, here))]
@@ -343,36 +321,19 @@ def listed(nouns: Sequence[str]) -> str:
 
 
 def aspects(a: Operation, b: Operation) -> list[str]:
-    """Nouns for the differences of two operations besides their bits.
-
-    With other numbers of tensors their dtypes, shapes and strides are not compared.
-    """
-    tensors = (*a.inputs, *a.outputs), (*b.inputs, *b.outputs)
-    is_more = (len(a.inputs), len(a.outputs)) != (len(b.inputs), len(b.outputs))
-    parameters = [names[: min(len(a.inputs), len(b.inputs))] for names in (a.parameters, b.parameters)]
-    if is_more:
-        tensors = (), ()
-    dtypes, shapes = ([[value.kind.partition(" ")[part] for value in side] for side in tensors] for part in (0, 2))
-    layouts = [[value.layout for value in side] for side in tensors]
+    """Nouns for the differences of two operations whose tensors agree in number, dtype, shape and bits."""
+    layouts = [[value.layout for value in (*operation.inputs, *operation.outputs)] for operation in (a, b)]
     found = {
         "settings": a.settings != b.settings,
-        "number of tensors": is_more,
-        "dtypes": dtypes[0] != dtypes[1],
-        "parameters": parameters[0] != parameters[1],
-        "shapes": shapes[0] != shapes[1],
+        "parameters": a.parameters != b.parameters,
         "strides": layouts[0] != layouts[1],
         "random generators": a.generator != b.generator,
     }
     return [noun for noun, differs in found.items() if differs]
 
 
-def aspects_of(found: OperationDifference) -> list[str]:
-    """The aspects of a difference in form."""
-    return aspects(found.a[0], found.b[0])
-
-
 def details(found: OperationDifference, labels: Labels) -> Iterator[str]:
-    """A phrase for each differing value and setting, and for further operations that only one side has."""
+    """A phrase for each differing value and setting, and for later operations that only one side has."""
     noun = "output" if found.kind == "output" else "input"
     for index, (a, b) in zip(found.differing[:3], found.differing_values, strict=False):
         yield _value(f"{noun} {index + 1}", a, b, labels)

@@ -16,7 +16,7 @@ from legacy_ddp._replicas.state import format_type
 from legacy_ddp.debug._operations.operation import Stage
 
 _ALLOCATIONS = ("empty", "_empty", "new_empty")
-# Share memory with their input without saying so in their schema.
+# Share memory with their input; their schema does not say so.
 _UNSAFE_VIEWS = ("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
 # Write every element of their first argument, and read none.
 _OVERWRITES = (
@@ -26,7 +26,7 @@ _OVERWRITES = (
 # Write some elements of their first argument.
 _PARTIAL_WRITES = ("index_", "_index_", "scatter", "masked_", "put_")
 _RESIZES = ("resize_", "resize_as_", "_resize_output_")
-# Results that are memory for the kernel of the backward pass, not written as a whole: their positions.
+# Positions of results that are memory for the kernel of the backward pass. They are not written as a whole.
 _WORKSPACES: Mapping[str, tuple[int, ...]] = {
     "_batch_norm_with_update": (3,),
     "_cudnn_rnn": (3, 4),
@@ -34,7 +34,7 @@ _WORKSPACES: Mapping[str, tuple[int, ...]] = {
     "miopen_rnn": (3, 4),
     "mkldnn_rnn_layer": (3,),
 }
-# Write to these arguments, if given, and do not say so in their schema.
+# Write to these arguments, if given; their schema does not say so.
 _UNDECLARED_WRITES = {
     "native_batch_norm": ("running_mean", "running_var"),
     "cudnn_batch_norm": ("running_mean", "running_var"),
@@ -43,18 +43,17 @@ _UNDECLARED_WRITES = {
 # Collectives return before they have written.
 _ASYNCHRONOUS = ("c10d", "_c10d_functional")
 _LIBRARY: Final[str] = os.path.join(str(Path(__file__).parents[2]), "")
-_CAPTURE: Final[str] = str(Path(__file__).parent / "capture.py")  # another capture passes an operation on
+_CAPTURE: Final[str] = str(Path(__file__).parent / "capture.py")  # its frames are of another capture around this one
 
 
 @dataclass(frozen=True)
 class Signature:
     """Facts about an operation, the same for every call.
 
-    ``name``: with the overload. ``arguments``: names of positional arguments. ``written``: names of arguments written
-    to by the operation. ``overwritten``: names of arguments written to, and not read. ``is_partial``: only some
-    elements are written. ``is_view``: nothing is computed, and the results are other views of the inputs.
-    ``is_random``: a random generator is read. ``undefined``: positions of results without defined content;
-    ``is_undefined``: all results.
+    ``name``: with the overload. ``arguments``: names of positional arguments. ``written``: names of arguments that the
+    operation writes to. ``overwritten``: those of them that it does not read. ``is_partial``: only some elements are
+    written. ``is_view``: nothing is computed, and the results are views of the inputs. ``is_random``: a random
+    generator is read. ``undefined``: positions of results without defined content; ``is_undefined``: all results.
     """
 
     name: str
@@ -69,7 +68,6 @@ class Signature:
     is_asynchronous: bool = False
 
     def reads(self, argument: str) -> bool:
-        """Whether the operation reads the elements of the argument."""
         return not (self.is_view or self.is_undefined or argument in self.overwritten)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -82,7 +80,7 @@ class Signature:
 
 @cache
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """The signature of an operation; of a higher-order operation, which has no schema, only the name."""
+    """The signature of an operation; for a higher-order operation only the name."""
     schema = internals.schema_of(function)
     if schema is None:
         return Signature(f"higher_order::{getattr(function, '__name__', type(function).__name__)}")
@@ -125,9 +123,9 @@ class OperationPlace(NamedTuple):
 class Places:
     """The places of a thread's operations, in the order of execution.
 
-    In the backward pass an operation belongs to the module with the forward pass of its node: nodes have numbers in the
-    order of their making, and the numbers at changes of the module are noted. A leaf's node belongs to the module with
-    the parameter.
+    In the backward pass an operation belongs to the module whose forward pass made its node. Nodes are numbered in the
+    order in which they are made, so the number is noted where the module changes. The node of a leaf belongs to the
+    module with the parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -145,14 +143,14 @@ class Places:
         stage: Stage = "backward" if internals.inside_backward() else "forward"
         is_inside = module is not None
         if not file and not is_inside and stage == "forward":
-            return None  # of a thread without Python code: gloo's threads copy tensors
+            return None  # in a thread without Python code: gloo's threads copy tensors
         if module is None:
             module = self._module_of_node() if stage == "backward" else ""
         self._note(module)
         return OperationPlace(stage, module, is_inside)
 
     def _note(self, module: str) -> None:
-        """Assign the present node and the nodes after it to ``module``."""
+        """Assign the current node and the nodes after it to ``module``."""
         next_number = internals.next_node_number()
         if not self._modules or self._modules[-1] != module:
             self._first_numbers.append(max(next_number - 1, self._next_number))
@@ -171,7 +169,7 @@ class Places:
 
 
 class Descriptions:
-    """Dtype and shape, and layout, of tensors as text."""
+    """Texts of tensors: dtype and shape, and layout."""
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[str, str]] = {}
@@ -199,7 +197,7 @@ def _layout(tensor: torch.Tensor) -> Iterator[str]:
 
 
 def _foreign(tensor: torch.Tensor) -> tuple[str, str]:
-    """Describe a sparse tensor, or a tensor of a subclass. Such a tensor may not support every attribute read here."""
+    """Kind and layout of a sparse tensor, or of a tensor of a subclass."""
     name = type(tensor).__name__
     try:
         kind = format_type(tensor)
@@ -237,7 +235,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors of an argument or a result, in order."""
+    """The tensors in an argument or a result, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -249,7 +247,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def setting(value: object) -> str:
-    """An argument without tensors as text, equal from run to run. Objects without such a text give their type."""
+    """An argument as text without its tensors, equal from run to run; for other objects the name of the type."""
     if isinstance(value, torch.Tensor):
         return "tensor"
     if isinstance(value, list | tuple):
@@ -264,7 +262,7 @@ def setting(value: object) -> str:
 
 
 def is_setting(value: Any) -> bool:
-    """Whether an argument has anything but tensors."""
+    """Whether an argument holds anything but tensors."""
     if isinstance(value, list | tuple):
         return not value or any(map(is_setting, value))
     return not isinstance(value, torch.Tensor)

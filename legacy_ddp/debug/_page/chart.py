@@ -1,7 +1,4 @@
-"""Record of a chart, its axis of steps, and the down-sampling to the size of a screen. Needs bokeh.
-
-Bins keep extreme values.
-"""
+"""Record of a chart, its axis of steps, and the down-sampling to the size of a screen. Needs bokeh."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +10,7 @@ from bokeh.models import BasicTickFormatter, CrosshairTool, CustomJS, Range1d, S
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-# On a phone the borders are narrower, so that a whole chart is seen.
+# On a phone the borders are narrower, so that a whole chart is visible.
 _FIT_CODE = """
 const [left, right] = innerWidth < 600 ? [116, 84] : [190, 120]
 requestAnimationFrame(() => plot.setv({min_border_left: left, min_border_right: right}))
@@ -22,11 +19,11 @@ requestAnimationFrame(() => plot.setv({min_border_left: left, min_border_right: 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-# On a page of 800 pixels a column is at least a pixel wide and a row a pixel high, so no cell vanishes.
+# On a page of 800 pixels a column is at least one pixel wide and a row one pixel high, so every cell is visible.
 MAX_COLUMNS = 400
 MAX_ROWS = 500
 MAX_POINTS = 2000
-# The classes from RAMP on are the levels of the colour ramp. FLAGGED: ranks differ, or bits without their norms.
+# Classes of cells. FLAGGED: ranks differ, or bits differ and norms do not. RAMP and above: levels of the colour ramp.
 ABSENT, ZERO, FLAGGED, NONFINITE, RAMP = range(5)
 LEVELS = 200
 _HEIGHT = 220
@@ -76,7 +73,7 @@ class Grid:
 
     @staticmethod
     def of(steps: Collection[int], starts: Collection[int] = (), max_columns: int = MAX_COLUMNS) -> "Grid":
-        """``starts``: steps before the first of ``steps``. They get the position before it, at any distance."""
+        """``starts``: steps before the first of ``steps``. They get the position before it, whatever the distance."""
         known = sorted(set(steps)) or sorted(set(starts)) or [0]
         stride = gcd(*(step - known[0] for step in known)) or 1
         before = known[0] - min(starts, default=known[0])
@@ -94,8 +91,7 @@ class Grid:
 
     @property
     def left(self) -> float:
-        """Left edge of the first column; every step is in the middle of its interval."""
-        return self.first - self.stride / 2
+        return self.first - self.stride / 2  # a step is in the middle of its interval
 
     @property
     def last(self) -> int:
@@ -114,7 +110,7 @@ class Grid:
 
 
 class Cells:
-    """Table of cells by row and column, each with the extremes of its items.
+    """Table of cells by row and column. A cell keeps the extreme values of its items.
 
     ``largest``: the largest value, NaN without any. ``nonfinite``: the largest number of non-finite elements.
     ``differs``: whether any item differs.
@@ -127,7 +123,7 @@ class Cells:
         self.differs = np.zeros((rows.count, columns), dtype=np.bool_)
 
     def add_values(self, column: int, values: Floats) -> None:
-        """Add a value for every item of the rows; NaN for no value."""
+        """Add a value for each item; NaN for no value."""
         binned = np.fmax.reduceat(values, self.rows.starts) if len(values) else values
         np.fmax(self.largest[:, column], binned, out=self.largest[:, column])
 
@@ -141,9 +137,9 @@ class Cells:
 
 
 def extremes(values: Floats, max_points: int = MAX_POINTS) -> Indices:
-    """Indices of the points of a line: all, or the smallest and the largest value of each of ``max_points / 2`` bins.
+    """Indices of the points to draw: all, or the smallest and the largest value of each of ``max_points / 2`` bins.
 
-    A bin without any value keeps a NaN, which draws a gap.
+    A bin without any value keeps a NaN, so that the line has a gap there.
     """
     if len(values) <= max_points:
         return np.arange(len(values), dtype=np.intp)
@@ -156,9 +152,9 @@ def extremes(values: Floats, max_points: int = MAX_POINTS) -> Indices:
 
 
 def classify(values: Floats, decades: float) -> tuple[NDArray[np.uint8], tuple[float, float]]:
-    """The class of every value by its logarithm, and the ends of the ramp as exponents of ten.
+    """The class of every value, and the ends of the ramp as exponents of ten.
 
-    The ramp covers at most ``decades`` below the largest value.
+    The ramp is logarithmic, and covers at most ``decades`` below the largest value.
     """
     classes = np.full(values.shape, ABSENT, dtype=np.uint8)
     classes[values == 0] = ZERO
@@ -199,9 +195,9 @@ def row_captions(rows: Bins, items: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with title and captions. Without a figure the captions give the reason.
+    """A title, captions, a figure and a table. Without both, the captions give the reason.
 
-    ``swatches``: colours with their labels. ``table``: rows, the first of them the header.
+    ``swatches``: colours with their labels. ``table``: rows; the first is the header.
     """
 
     title: str
@@ -213,7 +209,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Axis:
-    """The axis of steps, shared by all charts: panning and the line at the pointer apply to every chart."""
+    """The axis of steps. All charts share it, and the line at the pointer."""
 
     steps: Range1d
     pointer: Span = field(default_factory=lambda: Span(dimension="height", line_color=_GREY, line_dash="dotted"))

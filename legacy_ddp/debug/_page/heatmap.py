@@ -18,7 +18,7 @@ _WHITE, _LIGHT, _SKY, _VERMILLION, _BLACK = "#ffffff", "#e8e8e8", "#56b4e9", "#d
 _BLUES = ("#dbe9f6", "#9dc6e0", "#4a98c9", "#17509a")
 _BROWNS = ("#ffe9a8", "#fdae4b", "#d95f0e", "#7f2704")
 
-# A long name keeps its numbers and its last part.
+# Shortens a long name, but keeps its numbers and its last part.
 _TICK_CODE = """
 let text = Number.isInteger(tick) ? (rows[tick] ?? "") : ""
 const room = innerWidth < 600 ? 12 : 22
@@ -66,11 +66,10 @@ _WAIT_CAPTIONS = (
 
 @dataclass(frozen=True)
 class _HeatMap:
-    """Description of a heat map.
+    """``classes``: of every cell, as in :func:`classify`. ``special``: colour and label of the classes below ``RAMP``.
 
-    ``classes``: an index for every cell, into ``special`` (colours and labels), then into a ramp of ``colours``.
-    ``ramp``: its ends, as exponents of ten. ``other``: the label of all cells with a colour of the ramp. ``rows``: of
-    each row the label of the hover and that of the axis. ``columns``: labels of the hover.
+    ``ramp``: the ends of the ramp of ``colours``, as exponents of ten. ``other``: the label of all cells with a colour
+    of the ramp. ``rows``: of each row the label of the hover and that of the axis. ``columns``: labels of the hover.
     """
 
     title: str
@@ -166,7 +165,7 @@ def _label_rows(plot: figure, ticks: Sequence[str], height: int) -> None:
 
 
 def _mark_columns(plot: figure, heat_map: _HeatMap, height: int) -> None:
-    """Draw triangles above the columns that stand out, because a cell may be only a pixel high."""
+    """Draw triangles above columns with a special cell, because a cell may be only one pixel high."""
     line = 12 * len(heat_map.rows) / height
     top = -0.5
     for cells, colour in ((heat_map.cells.differs, _VERMILLION), (heat_map.cells.nonfinite > 0, _BLACK)):
@@ -180,10 +179,9 @@ def _mark_columns(plot: figure, heat_map: _HeatMap, height: int) -> None:
 
 
 def parameter_chart(axis: Axis, series: Series) -> Chart:
-    """Norms of the reduced gradients of one run, or differences of two runs."""
     names, cells, grid = series.parameters.names, series.parameters.cells, series.parameters.grid
     classes, ramp = chart.classify(cells.largest, _DECADES)
-    # Of a cell in two classes, the class that is written last is shown.
+    # If a cell is in two classes, the class that is written last is shown.
     if len(series.calls) == 2:
         title = "Difference of the two runs, by parameter and step"
         compared = "Ranks are compared each with its own." if series.every_rank else "Only rank 0 of both is compared."

@@ -26,7 +26,7 @@ _MAX_CHARTS = 8  # of metrics, and of logged values
 _MAX_RANKS = 12  # with a line each
 _MAX_TEXTS = 12
 _MAX_TEXT = 80  # characters
-# Okabe and Ito (2008) without their yellow, which is invisible on white; then the "muted" colours of Tol.
+# Colours of Okabe and Ito (2008) without yellow, which is invisible on white; then the "muted" colours of Tol.
 _COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"),
     *("#332288", "#882255", "#999933", "#44aa99", "#000000", "#aa4499"),
@@ -50,7 +50,7 @@ _TWO_RUNS = (_Style("solid", 5.0, 0.4), _Style("dashed"))
 
 @dataclass(frozen=True)
 class _Line:
-    """``owner``: for the hover; with ``ranks``, the owner of each value. ``label``: for the legend."""
+    """``owner``: for the hover. ``label``: for the legend. ``ranks``: of each value, for the hover."""
 
     owner: str
     label: str
@@ -69,7 +69,7 @@ def local_norm_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[st
 
 
 def noise_scale_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[str]) -> Chart:
-    """The gradient noise scale: the batch size from which larger batches hardly help."""
+    """The gradient noise scale: larger batches than this hardly help."""
     captions, windows, lines = [], [], []
     for run, label, colour in zip(calls, labels, _COLOURS, strict=False):
         if reason := missing_noise_reason(run):
@@ -91,7 +91,7 @@ def noise_scale_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[s
 def metric_charts(
     axis: Axis, runs: Sequence[Mapping[str, Metric]], calls: Sequence[CallTable], labels: Sequence[str]
 ) -> Iterator[Chart]:
-    """A curve of each metric: the mean per item where calls have a ``sample_size``, else the sum over the ranks."""
+    """A curve of each metric: the mean per item if calls have a ``sample_size``, else the sum over the ranks."""
     names = _names(runs)
     counted = any(run.counted for run in calls)
     what = "the sum over the ranks, divided by the sum of sample_size" if counted else "the sum over the ranks"
@@ -107,7 +107,7 @@ def metric_charts(
 
 
 def logged_charts(axis: Axis, runs: Sequence[LoggedValues], labels: Sequence[str]) -> Iterator[Chart]:
-    """The numbers that each rank logged under a name, and a table of the last texts."""
+    """A chart of the numbers of each name that ranks logged, and a table of the last texts."""
     tables = [run.tables() for run in runs]
     names = _names(tables)
     none = RankTable(np.zeros(0, dtype=np.int64), np.zeros((1, 0)))
@@ -169,9 +169,9 @@ def _rank_chart(
     left_out: str = "no value is finite",
     damaged: Sequence[NDArray[np.bool_]] = (),
 ) -> Chart:
-    """A line for each rank; of many ranks the smallest, the median and the largest value.
+    """A line for each rank; for many ranks, lines of the smallest, the median and the largest value.
 
-    ``damaged``: ranks and steps of each run that get a cross.
+    ``damaged``: of each run, the ranks and steps that get a cross.
     """
     many = max(table.world_size for table in tables) > _MAX_RANKS
     captions, lines = _run_captions(labels), list[_Line]()
@@ -223,7 +223,7 @@ def _draw(
     left_out: str = "no value is finite",
     crosses: Sequence[tuple[str, NDArray[np.int64], NDArray[np.bool_]]] = (),
 ) -> Chart:
-    """``left_out``: the reason without any finite value. ``crosses``: label, steps, and a row for each rank."""
+    """``left_out``: the caption without any finite value. ``crosses``: label, steps, and a row for each rank."""
     known = np.concatenate([line.values[~np.isnan(line.values)] for line in lines] or [np.zeros(0)])
     if not len(known):
         return Chart(title, (*captions, f"Left out: {left_out}.") if left_out else tuple(captions))
@@ -250,7 +250,7 @@ def _draw_line(plot: figure, line: _Line, value_title: str) -> GlyphRenderer:
     drawn = {"source": ColumnDataSource(points), "line_dash": line.style.dash, "line_width": line.style.width}
     curve = plot.line("step", "value", **drawn, **colour)
     renderers = [curve]
-    # A line through a single point between two gaps is invisible.
+    # A line with one point between two gaps is invisible.
     gap = np.isnan(np.concatenate(([np.nan], points["value"], [np.nan])))
     single = ~gap[1:-1] & gap[:-2] & gap[2:]
     if single.any():
@@ -285,7 +285,7 @@ def _draw_crosses(
 
 
 def _add_legend(plot: figure, entries: Sequence[tuple[str, GlyphRenderer]]) -> None:
-    """Add an entry for each label: a click on it hides the lines of both runs with this label."""
+    """Add an entry for each label. A click on it hides the lines of both runs."""
     by_label: dict[str, list[GlyphRenderer]] = {}
     for label, renderer in entries:
         by_label.setdefault(label, []).append(renderer)

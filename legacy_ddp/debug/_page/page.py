@@ -1,4 +1,4 @@
-"""The page of ``legacy-ddp report``: a single HTML file which loads nothing. Needs bokeh."""
+"""The page of ``legacy-ddp report``: one HTML file that loads nothing. Needs bokeh."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ _MAX_GROUPS = 6
 
 
 def write_page(runs: Sequence[Run], output: Path) -> None:
-    """Write a self-contained page about one run or two. An earlier report at ``output`` is replaced.
+    """Write a self-contained page about one run or two. Replaces an earlier report at ``output``.
 
     Every trace file is read twice, for the comparison and for the charts.
 
@@ -62,7 +62,7 @@ def write_page(runs: Sequence[Run], output: Path) -> None:
 
 @contextmanager
 def reserved(output: Path) -> Iterator[Path]:
-    """Create a new file beside ``output``, before the long comparison begins. It is removed after the block."""
+    """Create a new file beside ``output``, so that a failure comes before the long comparison. Removed afterwards."""
     _refuse_other_files(output)
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
@@ -77,7 +77,7 @@ def reserved(output: Path) -> Iterator[Path]:
 
 
 def publish(page: str, part: Path, output: Path) -> None:
-    """Write the page to ``part`` and rename ``part`` to ``output``, so that ``output`` is always complete."""
+    """Write the page to ``part``, and rename it to ``output``, so that ``output`` is always complete."""
     try:
         part.write_text(page, encoding="utf-8", errors="backslashreplace")  # folder names may not be UTF-8
         os.replace(part, output)
@@ -86,7 +86,7 @@ def publish(page: str, part: Path, output: Path) -> None:
 
 
 def _refuse_other_files(output: Path) -> None:
-    """Refuse to overwrite a file that is not a report, because -o may name a trace by mistake."""
+    """Raises a TraceError if ``output`` is a file but no report: -o may name a trace by mistake."""
     try:
         if not output.exists():
             return
@@ -101,12 +101,12 @@ def _refuse_other_files(output: Path) -> None:
 
 
 def _shown(value: object) -> object:
-    """The value as a part of the page; code is Markup."""
+    """A value for the page. Only code is Markup, and stays as it is."""
     return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def render(runs: Sequence[Run], comparison: Comparison, text: Sequence[str]) -> str:
-    """The page about the runs and their comparison; ``text``: the lines of the comparison."""
+    """The page about the runs. ``text``: the lines of the comparison."""
     series = read_series(runs)
     symbol, verdict_label = _VERDICTS[comparison.verdict]
     labels = ("A", "B")[: len(runs)] if len(runs) == 2 else ("",)
@@ -183,7 +183,7 @@ def operation_table(found: OperationFinding | None) -> Iterator[Chart]:
 
 
 def _consequences(found: OperationFinding) -> str:
-    """A sentence about the operations after the first difference that got other inputs; empty without such ones."""
+    """A sentence if operations after the first difference had other inputs; otherwise empty."""
     rest = [*dropwhile(lambda row: not row.is_first, found.rows)]
     if not any(row.result == "inputs differ" and not row.is_first for row in rest):
         return ""
@@ -205,7 +205,7 @@ class Row:
 
 
 def environment_rows(runs: Sequence[Run], ends: Sequence[Sequence[str]]) -> list[Row]:
-    """A row for every fact; ``ends``: for every run, the end of each rank's trace."""
+    """A row for every fact. ``ends``: for every run, the end of each rank's trace."""
     facts = [
         [_facts(environment, end) for environment, end in zip(run.environments, run_ends, strict=True)]
         for run, run_ends in zip(runs, ends, strict=True)
@@ -229,7 +229,7 @@ def _facts(environment: Environment, end: str) -> dict[str, str]:
 
 def _row(fact: str, runs: Sequence[Sequence[str]]) -> Row:
     differs = []
-    if fact != "started":  # always differs, and explains nothing
+    if fact != "started":  # this always differs, and explains nothing
         if any(len(set(ranks)) > 1 for ranks in runs):
             differs.append("ranks differ")
         if len({tuple(dict.fromkeys(ranks)) for ranks in runs}) > 1:

@@ -1,6 +1,6 @@
 """Data of a page, read from traces, and statistics over the calls. Needs numpy.
 
-Every file is read once, and only the sections shown are parsed.
+Reads every file once, and parses only the sections that are shown.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from legacy_ddp.debug._trace.records import Names, Section
 _PHASES = ("reduced_gradients", "parameters")
 _PREFIXES = ("gradient of ", "parameter ")
 NO_RANK = -1
-# Factor between a rank's gradient norm and the median. Equally drawn batches do not reach it in half of the steps.
+# Factor between a rank's gradient norm and the median. Batches of one distribution do not reach it in half the steps.
 OUTLIER_FACTOR = 1.5
 _MIN_WINDOW, _MAX_WINDOW, _WINDOW_SHARE = 10, 200, 20
 
@@ -40,7 +40,7 @@ class RankTable:
 
 @dataclass(frozen=True)
 class Metric:
-    """The sums of a metric over the ranks, by step, NaN if not finite. ``divisors``: of the gradients, by step."""
+    """A metric by step. ``sums``: over the ranks, NaN if not finite. ``divisors``: of the gradients."""
 
     steps: NDArray[np.int64]
     sums: Floats
@@ -48,21 +48,21 @@ class Metric:
 
 
 def read_metrics(trace: RankTrace) -> dict[str, Metric]:
-    """All metrics in the trace of a rank; every rank has the same sums."""
+    """All metrics in the trace of one rank. All ranks have the same sums."""
     rows: dict[str, list[tuple[int, float, float]]] = {}
     for step in trace.steps:
         if call := trace.call(step):
             for name, value in call.metrics.items():
-                # A divisor of 0: no rank took part.
+                # The divisor is 0 if no rank took part.
                 rows.setdefault(name, []).append((step, value if isfinite(value) else nan, call.divisor or nan))
     tables = {name: np.array(of_name).T for name, of_name in rows.items()}
     return {name: Metric(steps.astype(np.int64), sums, divisors) for name, (steps, sums, divisors) in tables.items()}
 
 
 class LoggedValues:
-    """The values logged by the ranks of a run. Ranks are added in ascending order.
+    """The values that the ranks of a run logged. Ranks are added in ascending order.
 
-    ``texts``: of each name the last texts with their steps, and the ranks that logged them.
+    ``texts``: the ranks by name, step and text; of each rank and name only the last text.
     """
 
     def __init__(self) -> None:
@@ -97,9 +97,9 @@ class LoggedValues:
 class ParameterCells:
     """Cells of parameters by step. ``names``: of parameters, in the order of the trace.
 
-    For one run ``cells.largest`` holds the norms of reduced gradients on rank 0, and ``cells.differs`` differences
-    between ranks. For two runs ``cells.largest`` holds relative differences of norms, 0 for equal norms, and
-    ``cells.differs`` differences of bits.
+    For one run ``cells.largest`` holds the norms of reduced gradients on rank 0, and ``cells.differs`` tells where
+    ranks differ. For two runs ``cells.largest`` holds relative differences of norms, and ``cells.differs`` tells where
+    bits differ.
     """
 
     def __init__(self, names: Sequence[str], grid: Grid) -> None:
@@ -114,9 +114,9 @@ class ParameterCells:
         return ParameterCells(_names(traces), _grid(traces))
 
     def add_norms(self, trace: RankTrace, *, shown: bool) -> dict[int, float]:
-        """Add the reduced gradients of rank 0; with ``shown`` their norms, too.
+        """Add non-finite elements of the reduced gradients of rank 0; with ``shown`` their norms, too.
 
-        Returns the norm of the whole reduced gradient by step, where finite.
+        Returns the norm of all reduced gradients together by step, where it is finite.
         """
         totals = {}
         for step in trace.steps:
@@ -137,11 +137,7 @@ class ParameterCells:
             self._add_nonfinite(step, right)
 
     def add_run_differences(self, a: RankTrace, b: RankTrace, drawn: tuple[RankTrace, RankTrace] | None = None) -> None:
-        """Add the differences between two runs on one rank.
-
-        ``drawn``: the traces of another rank in the two runs, added before. Where this rank has the same digests as
-        that rank, nothing new is added.
-        """
+        """Add the differences between two runs on one rank. ``drawn``: see :func:`_differing_sections`."""
         for step, phase in _common_sections(a, b):
             self.cells.add_values(self.grid.column(step), self._floor(a, step, phase))
         for step, left, right in _differing_sections(a, b, drawn):
@@ -154,7 +150,7 @@ class ParameterCells:
             self._add_nonfinite(step, right)
 
     def _indices_of(self, names: Names) -> Indices:
-        """The parameter of every entry of a section; the index behind the last for parameters unknown to rank 0."""
+        """The index of the parameter of each entry; ``len(self.names)`` for a parameter that rank 0 does not have."""
         if names not in self._indices:
             found = [self._index_of.get(_parameter(name), len(self.names)) for name in names.names]
             self._indices[names] = np.array(found, dtype=np.intp)
@@ -170,7 +166,7 @@ class ParameterCells:
         return digests[:-1], norms[:-1]
 
     def _floor(self, trace: RankTrace, step: int, phase: str) -> Floats:
-        """0 for every parameter with an entry in a section, else NaN. Reads the section only if names vary by step."""
+        """0 for each parameter with an entry in a section, else NaN. Reads the section only if names vary by step."""
         declared = trace.declared(phase)
         values = np.full(len(self.names) + 1, np.nan)
         if len(declared) == 1:
@@ -209,8 +205,8 @@ def _differing_sections(
 ) -> Iterator[tuple[int, Section, Section]]:
     """Steps, and the sections of both traces, where their digests differ.
 
-    ``drawn``: two traces, of which a difference was drawn before. A section with the digests of these two traces has
-    the same difference, and is left out: reading sections takes time.
+    ``drawn``: the traces of another rank in both runs, added before. Sections with the digests of that rank have the
+    same difference. They are left out, because reading takes time.
     """
     for step, phase in _common_sections(a, b):
         digests = a.digest(step, phase), b.digest(step, phase)
@@ -229,7 +225,6 @@ def _names(traces: Sequence[RankTrace]) -> list[str]:
 
 
 def _parameter(name: str) -> str:
-    """The name without ``gradient of`` or ``parameter``."""
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             return name[len(prefix) :]
@@ -245,9 +240,9 @@ def _grid(traces: Sequence[RankTrace]) -> Grid:
 class CallTable:
     """The recorded calls of a run: a row for each rank, a column for each of ``steps``, NaN for a missing call.
 
-    ``sizes``: items in the rank's gradient, 1 in a plain call, 0 for a rank without a part in the call. ``counted``:
-    ``sizes`` come from ``sample_size``. ``damaged``: the local gradient was not finite. ``waited``: in seconds.
-    ``reduced_norms``: of all parameters together, NaN if not finite. ``ends``: end of each rank's trace, as text.
+    ``damaged``: the local gradient was not finite. ``waited``: in seconds. ``sizes``: items in the rank's gradient, 1
+    in a plain call, 0 for a rank that did not take part. ``reduced_norms``: of all parameters together, NaN if not
+    finite. ``counted``: ``sizes`` come from ``sample_size``. ``ends``: end of each rank's trace, as text.
     """
 
     steps: NDArray[np.int64]
@@ -265,14 +260,14 @@ class CallTable:
 
 
 class RankCalls:
-    """The recorded calls of one rank. ``columns``: local norms, waits, sizes, and 1 for a damaged gradient, by step."""
+    """The calls of one rank. ``columns``: by step, local norms, waits, sizes, and 1 for a damaged gradient."""
 
     def __init__(self, trace: RankTrace) -> None:
         rows = []
         self.counted = False
         for step in trace.steps:
             if call := trace.call(step):
-                # The recorded norm leaves non-finite elements out.
+                # The recorded norm is that of the finite elements only.
                 norm = nan if call.local_norm is None or call.finite is False else call.local_norm
                 size = 1 if call.sample_size is None else call.sample_size
                 rows.append((step, norm, call.seconds_waited, size if call.took_part else 0, call.finite is False))
@@ -291,7 +286,6 @@ def _end(trace: RankTrace) -> str:
 
 
 def call_table(ranks: Sequence[RankCalls], reduced_norms: Mapping[int, float]) -> CallTable:
-    """The calls of all ranks, over the steps of any rank. ``reduced_norms``: by step."""
     steps = np.unique(np.concatenate([rank.steps for rank in ranks]))
     tables = np.full((4, len(ranks), len(steps)), np.nan)
     for row, rank in enumerate(ranks):
@@ -311,8 +305,8 @@ def call_table(ranks: Sequence[RankCalls], reduced_norms: Mapping[int, float]) -
 
 @dataclass(frozen=True)
 class Series:
-    """``parameters``: of all runs together. ``calls``: by run. ``every_rank``: all ranks were compared, not only 0.
-    ``metrics``, ``logged``: by run.
+    """``parameters``: of all runs together. ``calls``, ``metrics``, ``logged``: by run. ``every_rank``: all ranks were
+    compared, not only rank 0.
     """
 
     parameters: ParameterCells
@@ -352,9 +346,9 @@ def read_series(runs: Sequence[Run]) -> Series:
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank for which the other ranks waited. ``times``: number of steps.
+    """A rank for which the other ranks waited. ``times``: number of steps with such a wait.
 
-    ``median_seconds`` and ``seconds``: median and sum, over these steps, of the wait of the median other rank.
+    ``median_seconds``, ``seconds``: median and sum over these steps of the median wait of the other ranks.
     """
 
     rank: int
@@ -366,7 +360,7 @@ class Straggler:
 def stragglers_by_step(waited: Floats) -> tuple[NDArray[np.intp], Floats]:
     """For each step the rank with the shortest wait, and the difference to the median wait of the other ranks.
 
-    ``NO_RANK`` and NaN for a step without a straggler or with an unknown wait.
+    ``NO_RANK`` and NaN for a step without a straggler, or with an unknown wait.
     """
     ranks = np.full(waited.shape[1], NO_RANK, dtype=np.intp)
     seconds = np.full(waited.shape[1], np.nan)
@@ -387,7 +381,7 @@ def stragglers(waited: Floats) -> list[Straggler]:
 
 
 def outliers(values: Floats) -> list[int]:
-    """Ranks off the median of all ranks by ``OUTLIER_FACTOR`` in half of the steps with positive values."""
+    """Ranks that are off the median by ``OUTLIER_FACTOR`` in half of their steps with positive values."""
     known = np.where(values > 0, values, np.nan)
     known = known[:, ~np.isnan(known).all(axis=0)]
     distances = np.abs(np.log(known / np.nanmedian(known, axis=0)))
@@ -425,7 +419,7 @@ def noise_scales(calls: CallTable) -> tuple[NDArray[np.int64], Floats, int]:
 
 
 def _estimates(calls: CallTable) -> tuple[NDArray[np.int64], Floats, Floats]:
-    """Step, |G|² and tr(Σ), for all steps with an estimate."""
+    """Step, |G|² and tr(Σ), for each step with an estimate."""
     found = []
     for column, step in enumerate(calls.steps):
         part = calls.sizes[:, column] > 0

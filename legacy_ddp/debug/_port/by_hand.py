@@ -1,8 +1,8 @@
-"""Averages of gradients that a script makes by hand, and the lines whose place ``all_reduce_gradients()`` takes.
+"""Averages of gradients by hand in a script, and the lines that ``all_reduce_gradients()`` replaces.
 
-The lines are found from the collective outwards: the statements around it that only collect gradients, divide them and
-write them back. Where the text does not show a mean over all ranks, or where the lines do something else as well, the
-average has a ``problem``, and nothing is changed.
+The search begins at a collective. It adds the statements around it that only collect gradients, divide them or write
+them back. If the text does not show a mean over all ranks, or if the lines also do something else, the average has a
+``problem``, and nothing is changed.
 """
 
 import ast
@@ -25,12 +25,12 @@ from legacy_ddp.debug._port.script import (
     values_given,
 )
 
-# Calls that change the shape of gradients, and no value.
+# Calls that change the shape of gradients, but no value.
 _SHAPE = {"_flatten_dense_tensors", "_unflatten_dense_tensors", "append", "cat", "clone", "contiguous", "detach"}
 _SHAPE |= {"extend", "flatten", "list", "narrow", "ravel", "reshape", "reshape_as", "split", "squeeze", "stack"}
 _SHAPE |= {"tuple", "unsqueeze", "view", "view_as", "zip"}
 _COPIES = {"_flatten_dense_tensors", "cat", "clone", "contiguous", "flatten", "ravel", "reshape", "stack"}
-# What else may stand in lines that only average.
+# Other calls that may be in lines that only average.
 _PLAIN = {"all_reduce", "copy_", "div", "div_", "element_size", "enumerate", "float", "get_world_size", "int", "len"}
 _PLAIN |= {"mul_", "named_parameters", "no_grad", "numel", "parameters", "range", "size", "wait"}
 _METHODS_THAT_CAST = ("float", "int")
@@ -38,22 +38,23 @@ _STATEMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.For | 
 _STATEMENTS |= ast.Continue | ast.Return
 _LOOPS = ast.For | ast.comprehension
 _REDUCING = re.compile(r"torch\.distributed\.(all_reduce|reduce_scatter|reduce)(_\w+)?")
-# Divisors that are the number of ranks, by their names: for certain, and probably.
+# Names of divisors that are the number of ranks: for certain, and probably.
 _WORLD_SIZE = re.compile(r"(?i)(.*\W)?\w*world_?size(\(.*\))?|os\.(getenv|environ)\W.*WORLD_SIZE.*")
 _COUNT = re.compile(r"(?i)(.*\W)?\w*(num_?(procs?|processes|gpus?|ranks|replicas)|n_?(gpus?|procs?|ranks?))(\(.*\))?")
 # Functions of other files that seem to average gradients.
 _BY_NAME = re.compile(r"(?i)(?!.*(no_sync|clip))(?=.*grad)(?=.*(av(era)?g|mean|reduce|sync)).*|(all_?)?reduce_param.*")
 _WRITERS = ("append", "extend", "copy_", "div_", "mul_")
-# What makes a number other than that of the ranks out of it, such as `4 * world_size`.
+# A divisor with one of these, such as `4 * world_size`, is not the number of ranks.
 _ARITHMETIC = ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.Compare | ast.IfExp
 _HOOKS = ("queue_callback", "register_hook", "register_post_accumulate_grad_hook")
 
 
 @dataclass(frozen=True)
 class Average:
-    """``statements``: of one block, whose place the call takes. ``source``: its argument, a module or parameters.
+    """``statements``: of one block, which the new call replaces. ``source``: its argument, a module or parameters.
 
-    ``problem``: why this needs a decision. ``helper``: the function of this script that is not called any more.
+    ``problem``: why the user decides; empty without a problem. ``helper``: the function of this script that the lines
+    called.
     """
 
     call: ast.Call
@@ -72,13 +73,13 @@ class Average:
 
     @property
     def replacement(self) -> str:
-        """The call without the name of the function."""
+        """The new call without the name of its function."""
         return f"({self.source or 'module'}{f', process_group={self.group}' if self.group else ''})"
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What a function does with gradients: texts of the operations, groups and divisors of its collectives."""
+    """What lines do with gradients: operations and groups of collectives as text, and divisors."""
 
     operations: frozenset[str]
     groups: frozenset[str]
@@ -97,7 +98,7 @@ def find_averages(script: Script, others: OtherFiles) -> list[Average]:
 
 
 def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
-    """The classes of optimizers that reduce gradients themselves, each with its first collective over them."""
+    """The classes of optimizers that reduce gradients themselves, each with its first collective for gradients."""
     found: dict[str, ast.Call] = {}
     for call in script.calls:
         home = script.class_of(call)
@@ -118,7 +119,7 @@ def is_optimizer(script: Script, node: ast.AST) -> bool:
 
 
 def unknown_helpers(script: Script) -> Iterator[ast.Call]:
-    """The calls of functions of other files that seem to average gradients, by their names or by what they get."""
+    """The calls of functions of other files that seem to average gradients, by their names or their arguments."""
     own = {function.name for function in script.functions}
     for call in script.calls:
         name = called_name(call)
@@ -137,7 +138,7 @@ def collectives(script: Script) -> list[ast.Call]:
 
 
 def unclear_sums(script: Script) -> list[ast.Call]:
-    """The collectives of functions that also write into ``.grad``: perhaps of gradients, in an unknown way."""
+    """The collectives in functions that also write into ``.grad``: perhaps they are for gradients."""
     return [call for call in collectives(script) if any(map(_writes_grad, _own_nodes(script.scope(call))))]
 
 
@@ -152,14 +153,14 @@ def _writes_grad(node: ast.AST) -> bool:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The variables that hold gradients, in any shape, divided or not. ``calls``: those that return gradients again."""
+    """The variables that hold gradients, in any shape, divided or not. ``calls``: those that return their gradients."""
 
     names: frozenset[str] = frozenset()
     calls: frozenset[str] = frozenset(_SHAPE | {"div", "new", "new_empty", "new_zeros", "zero_"})
     writers: tuple[str, ...] = ("append", "extend", "copy_")
 
     def of(self, scope: ast.AST) -> "Gradients":
-        """With the variables of a function."""
+        """The same with the variables of a function."""
         nodes, found, before = [*_own_nodes(scope)], self, None
         while found != before:
             before = found
@@ -200,12 +201,12 @@ class Gradients:
         return False
 
 
-# The variables that are gradients themselves, and no copies of them.
+# The variables that are gradients themselves, not copies.
 _ALIASES = Gradients(calls=frozenset(_SHAPE - _COPIES), writers=("append", "extend"))
 
 
 def _items(loop: ast.For | ast.comprehension) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The variables of a loop, each with what it goes through."""
+    """The variables of a loop, each with the expression that it iterates over."""
     target, value = loop.target, loop.iter
     if isinstance(value, ast.Call) and called_name(value) == "enumerate" and isinstance(target, ast.Tuple):
         target, value = target.elts[-1], value.args[0]
@@ -218,7 +219,7 @@ def _items(loop: ast.For | ast.comprehension) -> Iterator[tuple[ast.expr, ast.ex
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function with those of the functions in it; of a module, without its functions."""
+    """The nodes of a function with those of inner functions; of a module, without its functions."""
     if not isinstance(node, ast.Module):
         yield from ast.walk(node)
         return
@@ -256,7 +257,7 @@ def summarise(script: Script, nodes: list[ast.AST], gradients: Gradients) -> Sum
 
 
 def _values(script: Script, node: ast.expr) -> list[ast.expr]:
-    """What an expression is in its function: of a variable, its values there; of ``1 / x``, those of ``x`` below 1."""
+    """The possible values of an expression: of a variable, what its function assigns; ``1 / x`` for each value of x."""
     if _is_reciprocal(node):
         return [found.right if _is_reciprocal(found) else _reciprocal(found) for found in _values(script, node.right)]
     values = [value for at, value in script.values.get(ast.unparse(node), []) if at is script.scope(node)]
@@ -280,7 +281,7 @@ def is_sum(script: Script, call: ast.Call, gradients: Gradients) -> bool:
 
 
 def _is_written(node: ast.AST, gradients: Gradients, aliases: Gradients) -> bool:
-    """Whether a node writes what is made of gradients into ``.grad``, or into a list of gradients."""
+    """Whether a node writes a value made of gradients into ``.grad``, or into a list of gradients."""
     if isinstance(node, ast.Assign):
         return any(map(_has_grad, node.targets)) and gradients.carries(node.value)
     if isinstance(node, ast.Call) and called_name(node) == "copy_":
@@ -289,7 +290,7 @@ def _is_written(node: ast.AST, gradients: Gradients, aliases: Gradients) -> bool
 
 
 def _divisors(node: ast.AST, gradients: Gradients) -> Iterator[ast.expr]:
-    """The divisors of gradients in one node. A factor ``x`` is the divisor ``1 / x``."""
+    """The divisors of gradients in one node. A factor ``x`` counts as the divisor ``1 / x``."""
     if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Div | ast.Mult):
         left, right = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
         if gradients.carries(left):
@@ -301,7 +302,7 @@ def _divisors(node: ast.AST, gradients: Gradients) -> Iterator[ast.expr]:
 
 
 class _Search:
-    """The search for the lines around one collective, or around one call of a function that sums gradients up."""
+    """The search for the lines around one collective, or around one call of a function that sums gradients."""
 
     def __init__(
         self, script: Script, others: OtherFiles, call: ast.Call, gradients: Gradients, aliases: Gradients
@@ -322,7 +323,7 @@ class _Search:
         sources = self._sources(run)
         source = next(iter(sources)) if len(sources) == 1 else ""
         if _bound(run) & {*re.findall(r"\w+", source)} or self.script.has_attribute(*_HOOKS):
-            source = ""  # a name that the place of the call does not have
+            source = ""  # the name is not known at the place of the new call
         found = Average(self.call, tuple(run), source, helper=helper if helper in self.script.functions else None)
         if not given and not is_sum(self.script, self.call, self.aliases) and not any(map(self._writes, nodes)):
             rest = [node for node in ast.walk(self.scope) if getattr(node, "lineno", 0) > self.call.lineno]
@@ -341,7 +342,7 @@ class _Search:
         )
 
     def _helper(self) -> tuple[ast.AST | None, set[str]]:
-        """The function of the call, and its parameters that get gradients and are summed up in it."""
+        """The function that is called, and its parameters that get gradients; None if it does not sum gradients."""
         name = called_name(self.call)
         if name in _PLAIN | _SHAPE or not any(map(self.gradients.carries, values_given(self.call))):
             return None, set()
@@ -351,10 +352,8 @@ class _Search:
             return None, set()
         (function,) = functions
         given = {name for name, value in arguments(function, self.call).items() if self.gradients.carries(value)}
-        gradients, aliases = (
-            Gradients(frozenset(given)).of(function),
-            replace(_ALIASES, names=frozenset(given)).of(function),
-        )
+        gradients = Gradients(frozenset(given)).of(function)
+        aliases = replace(_ALIASES, names=frozenset(given)).of(function)
         nodes = [*ast.walk(function)] if given else []
         sums = [node for node in nodes if isinstance(node, ast.Call) and is_sum(script, node, gradients)]
         is_in_place = any(is_sum(script, call, aliases) for call in sums)
@@ -366,7 +365,7 @@ class _Search:
         return (self.others.script(module) if module else None) or self.script
 
     def _of_helper(self, function: ast.AST, given: set[str], outside: Sum) -> Sum:
-        """The sum of a function, with the arguments of this call in the place of its parameters."""
+        """The sum of a function, with the arguments of this call in place of its parameters."""
         script = self._script_of_helper()
         inside = summarise(script, [*ast.walk(function)], Gradients(frozenset(given)).of(function))
         values = arguments(function, self.call)
@@ -375,7 +374,7 @@ class _Search:
         return replace(inside, groups=frozenset(groups), divisors=(*outside.divisors, *divisors))
 
     def _run(self) -> list[ast.stmt]:
-        """The statements around the call, in one block, that do nothing but average gradients."""
+        """The statements of one block around the call that only average gradients."""
         for depth in range(len(self.path) - 1, -1, -1):
             block, index = self.path[depth]
             run = self._extended(block, index)
@@ -399,7 +398,7 @@ class _Search:
         return block[first : last + 1]
 
     def _belongs(self, statement: ast.stmt, run: list[ast.stmt]) -> bool:
-        """Whether a statement before the lines only prepares them."""
+        """Whether a statement before the lines only prepares their values."""
         made = _bound([statement]) | _mutated([statement])
         is_source = any(source in made for source in self._sources(run))
         is_used = made & (_loaded(run) | _bound(run))
@@ -413,7 +412,7 @@ class _Search:
         return isinstance(self.scope, Functions) and self.scope.body[-1] is run[-1]
 
     def _is_plain(self, statement: ast.stmt) -> bool:
-        """Whether a statement only collects, divides or writes gradients, or counts."""
+        """Whether a statement only collects, divides, counts or writes gradients."""
         for node in ast.walk(statement):
             if (isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS)) or self._is_other_arithmetic(node):
                 return False
@@ -437,7 +436,7 @@ class _Search:
         return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and self.gradients.carries(node.operand)
 
     def _needed(self, run: list[ast.stmt]) -> bool:
-        """Whether the lines use gradients, or parameters of a loop, that are made around or before them."""
+        """Whether the lines use gradients, or variables of a loop, from the code around them."""
         made, loaded = _bound(run), _loaded(run)
         around = [node for node in self.script.ancestors(run[0]) if isinstance(node, ast.For)]
         of_loops = {target.id for loop in around for target, _ in _items(loop) if isinstance(target, ast.Name)}
@@ -459,7 +458,7 @@ class _Search:
         return _is_written(node, self.gradients, self.aliases)
 
     def _sources(self, run: list[ast.stmt]) -> set[str]:
-        """The modules, or lists of parameters, whose ``.grad`` the lines use. An empty text: not known."""
+        """The modules or lists of parameters whose ``.grad`` the lines use; an empty text for an unknown one."""
         found = set()
         for node in nodes_in(run):
             if isinstance(node, ast.Attribute) and node.attr == "grad":
@@ -473,12 +472,12 @@ class _Search:
         return ""
 
     def _loops_around(self, node: ast.AST) -> Iterator[ast.For | ast.comprehension]:
-        """The loops around a node, inner ones first, also those of lists."""
+        """The loops and comprehensions around a node, inner ones first."""
         for around in self.script.ancestors(node):
             yield from (loop for loop in getattr(around, "generators", [around]) if isinstance(loop, _LOOPS))
 
     def _text(self, value: ast.expr) -> str:
-        """A module in the place of its parameters; else the expression."""
+        """The text of an expression; for the parameters of a module, that of the module."""
         name = called_name(value) if isinstance(value, ast.Call) else ""
         if isinstance(value, ast.Call) and name in ("list", "tuple") and len(value.args) == 1:
             return self._text(value.args[0])
@@ -511,7 +510,7 @@ class _Search:
         return ""
 
     def _kind(self, summary: Sum) -> str:
-        """What is computed, if that is no mean over the ranks of one group, or an empty text."""
+        """What is computed; empty if it is a mean over the ranks of one group."""
         divisors = [divisor for divisor in summary.divisors if ast.unparse(divisor) not in ("1", "1.0", "float(1)")]
         others = [divisor for divisor in divisors if not _is_count(divisor, _WORLD_SIZE, _COUNT)]
         if len(summary.groups) > 1 or summary.operations not in ({"SUM"}, {"AVG"}):
@@ -535,7 +534,7 @@ class _Search:
         return ""
 
     def _others(self, run: list[ast.stmt]) -> str:
-        """The first statement in the lines, or behind them, that does something else."""
+        """A text about the first statement in the lines or behind them that does something else."""
         block, _ = self.script.path(run[-1])[-1]
         inside = [node for node in nodes_in(run) if isinstance(node, ast.stmt)]
         others = [at for at in [*inside, *block[block.index(run[-1]) + 1 :]] if not self._is_plain(at)]
@@ -545,7 +544,7 @@ class _Search:
         return "but where they are written back is not seen"
 
     def _read_elsewhere(self, made: set[str], run: list[ast.stmt]) -> bool:
-        """Whether other lines of the function read a value that these lines make."""
+        """Whether other lines of the function read one of the variables ``made``, which the lines ``run`` assign."""
         inside = {*nodes_in(run)}
         begin, end = self.script.start(run[0]), self.script.end(run[-1])
         names = [node for node in ast.walk(self.scope) if isinstance(node, ast.Name) and node not in inside]
@@ -572,7 +571,7 @@ def _is_count(divisor: ast.expr, *patterns: re.Pattern[str]) -> bool:
 
 
 def _is_item(node: ast.expr) -> bool:
-    """Whether an assignment goes into an item of a variable, or into several variables."""
+    """Whether the target of an assignment is an item of a variable, or several variables."""
     if isinstance(node, ast.Tuple):
         return all(isinstance(item, ast.Name) for item in node.elts)
     return isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name)
@@ -587,7 +586,7 @@ def _loaded(statements: list[ast.stmt]) -> set[str]:
 
 
 def _names(statements: list[ast.stmt]) -> tuple[set[str], set[str]]:
-    """The variables that statements assign, and those that they read; ``a += 1`` counts as reading."""
+    """The variables that statements assign, and those that they read; ``a += 1`` counts as a read."""
     nodes = nodes_in(statements)
     changed = [node.target for node in nodes if isinstance(node, ast.AugAssign)]
     bound: set[str] = set()
@@ -599,7 +598,7 @@ def _names(statements: list[ast.stmt]) -> tuple[set[str], set[str]]:
 
 
 def _mutated(statements: list[ast.stmt]) -> set[str]:
-    """The variables that statements append to, or write into."""
+    """The variables whose values the statements change in place."""
     found = set()
     for node in nodes_in(statements):
         written: ast.expr | None = None

@@ -1,4 +1,4 @@
-"""The findings in a script of torch DDP: changes of its text, and what its text cannot tell, each with a page."""
+"""Findings in a script of torch DDP: changes of its text, and remarks, each with a page of the documentation."""
 
 import ast
 import re
@@ -60,7 +60,7 @@ _FIRST_BUFFERS = (
 _NO_BUFFERS = f"forward sends no buffers here, but {_FIRST_BUFFERS}"
 _ONE_RANK = re.compile(r"(?i)(\b|_)rank(\(\))? == 0|\bnot [\w.]*rank\b|(\b|_)(master|main)(_process|_rank)?\b")
 _BY_HAND = "nothing takes its place; read what it was for"
-# Arguments of torch DDP in its order: the name here, or why it goes; whether that is a decision.
+# Arguments of torch DDP in its order: the name here, or why it is removed; whether the user decides.
 ARGUMENTS = {
     "module": ("module", False),
     "device_ids": (_MOVE, True),
@@ -84,7 +84,7 @@ ARGUMENTS = {
     "batched_grad_copy": (_NO_OVERLAP, False),
     "lazy_bucket_allocation": (_NO_OVERLAP, False),
 }
-# Names: the full name that imports give, or a dot and the attribute; whether this is a decision, page and text.
+# Patterns of names (the full name that imports give, or a dot and the attribute), whether the user decides, page, text.
 _NAMES = (
     (r"\.no_sync", False, "accumulation", "no_sync() works here, too, but is not needed: backward() sends nothing"),
     (r"\.register_comm_hook", False, "hooks", "the hook works here, too: it runs inside all_reduce()"),
@@ -104,7 +104,7 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """A change, a remark about it, or both. ``page``: a key of ``PAGES``. ``is_open``: the user decides."""
+    """Changes, a remark, or both. ``page``: a key of ``PAGES``. ``is_open``: the user decides."""
 
     line: int
     page: str
@@ -114,10 +114,7 @@ class Finding:
 
 
 def find(script: Script, others: OtherFiles) -> list[Finding]:
-    """The findings in the order of the text. If the class cannot be replaced, that is the only one.
-
-    A file that averages by hand, and makes no wrapper, has no training steps that need ``all_reduce()``.
-    """
+    """The findings in the order of the text. If the class cannot be replaced, this is the only finding."""
     wrappers = Wrappers(script)
     try:
         found = [*_on_class(wrappers)]
@@ -127,6 +124,7 @@ def find(script: Script, others: OtherFiles) -> list[Finding]:
     if not by_hand and not wrappers.made and find_steps(script):
         by_hand = [*_on_unknown_helpers(script)] or [*_on_unclear_sums(script)]
     rules = [_on_arguments, _on_steps, _on_settings, _on_batch_norm, _on_evaluation, _on_statistics, _on_names]
+    # A file that averages by hand and does not use the class has no training steps that need all_reduce().
     for rule in rules if wrappers.uses or not by_hand else [_on_names]:
         found += rule(wrappers)
     return sorted([*found, *by_hand], key=lambda finding: finding.line)
@@ -155,7 +153,6 @@ def _on_averages(wrappers: Wrappers, averages: list[Average]) -> Iterator[Findin
 
 
 def _on_clipping_before(script: Script, average: Average) -> Iterator[Finding]:
-    """The clips between the last backward before the lines and the lines."""
     first = script.start(average.statements[0])
     scope = script.scope(average.call)
     begins = [script.end(call) for step in find_steps(script) if step.scope is scope for call in step.backwards]
@@ -182,7 +179,7 @@ def _text_of_average(average: Average, call: str, problem: str) -> str:
 
 
 def _on_optimizers(wrappers: Wrappers, others: OtherFiles) -> Iterator[Finding]:
-    """The optimizers that reduce gradients themselves: of the script, or of imported files if it has a step alone."""
+    """The optimizers that reduce gradients themselves. Also those of imported files, for a step without a wrapper."""
     script = wrappers.script
     for name, call in reducing_optimizers(script):
         yield Finding(call.lineno, "hand", _text_of_optimizer(name, call, ""))
@@ -252,7 +249,7 @@ def _class_edits(wrappers: Wrappers) -> Iterator[Edit]:
 
 
 def _refuse_other_meanings(script: Script, name: str, ours: list[ast.alias]) -> None:
-    """Raises UnclearError where the name of the class has other meanings, or stands in an f-string."""
+    """Raises UnclearError if the name of the class has another meaning, or is used in an f-string."""
     nodes = [node for _, node in script.bound[name] if node not in ours]
     nodes += [node for node in script.hidden if isinstance(node, ast.Name) and node.id == name]
     if nodes:
@@ -263,7 +260,7 @@ def _refuse_other_meanings(script: Script, name: str, ours: list[ast.alias]) -> 
 
 
 def _import_edits(script: Script, node: ast.ImportFrom, alias: ast.alias, name: str) -> Iterator[Edit]:
-    """The class of this library in place of torch's, as the only name of an import or as one of several."""
+    """The edits that import the class of this library, as ``name`` if given, in place of torch's class."""
     if len(node.names) > 1:
         yield script.item_removal(alias)
         line = f"{_IMPORT} as {name}" if name else _IMPORT
@@ -317,7 +314,7 @@ def _on_arguments(wrappers: Wrappers) -> Iterator[Finding]:
 
 
 def _on_lines(script: Script, call: ast.Call, found: list[Finding]) -> Iterator[Finding]:
-    """A constructor of several lines in one, where the module is all that is left of its arguments."""
+    """Put a constructor of several lines into one line if only the module is left of its arguments."""
     removed = [edit for finding in found for edit in finding.edits if not edit.text]
     arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
     begin, end = script.end(call.func), script.end(call)
@@ -357,7 +354,10 @@ def _on_argument(wrappers: Wrappers, call: ast.Call, name: str, node: ast.expr |
 
 
 def _line_that_moves(wrappers: Wrappers) -> int:
-    """The line of a call such as ``x.to(device)`` that moves no wrapper, in a loop or in another function; else 0."""
+    """The line of a call such as ``x.to(device)`` that moves a batch; 0 without one.
+
+    It moves no wrapper, and is in a loop or in another function than the constructor.
+    """
     script, homes = wrappers.script, [wrappers.script.scope(call) for call in wrappers.made]
     for call in script.calls:
         name, owner = called_name(call), ast.unparse(call.func).rpartition(".")[0]
@@ -507,10 +507,8 @@ def _on_batch_norm(wrappers: Wrappers) -> Iterator[Finding]:
 
 
 def _on_evaluation(wrappers: Wrappers) -> Iterator[Finding]:
-    """The calls of ``eval()`` on a wrapper: BatchNorm then uses statistics, which differ between ranks.
-
-    None if the script passes ``broadcast_buffers=False`` to every wrapper: torch DDP leaves them different, too.
-    """
+    """The calls of ``eval()`` on a wrapper: BatchNorm then uses statistics that differ between ranks."""
+    # With broadcast_buffers=False for every wrapper they differ under torch DDP, too.
     words = [word for call in wrappers.made for word in call.keywords if word.arg == "broadcast_buffers"]
     if wrappers.made and sum(ast.unparse(word.value) == "False" for word in words) == len(wrappers.made):
         return
@@ -527,7 +525,7 @@ def _on_evaluation(wrappers: Wrappers) -> Iterator[Finding]:
 
 
 def _on_statistics(wrappers: Wrappers) -> Iterator[Finding]:
-    """What a script does with statistics of BatchNorm, and with settings of a wrapper that another file makes."""
+    """Uses of the statistics of BatchNorm, and settings of a wrapper that another file makes."""
     for call in wrappers.script.calls:
         if called_name(call) == "distribute_bn":
             text = (
@@ -550,7 +548,7 @@ def _on_statistics(wrappers: Wrappers) -> Iterator[Finding]:
 
 
 def _is_of_one_rank(script: Script, call: ast.Call) -> bool:
-    """Whether a call, or each call of its function, stands under a condition such as ``if rank == 0:``."""
+    """Whether a call, or each call of its function, is under a condition such as ``if rank == 0:``."""
     calls = script.calls_of(script.scope(call))
     return _is_under_rank(script, call) or (bool(calls) and all(_is_under_rank(script, at) for at in calls))
 
@@ -562,7 +560,7 @@ def _is_under_rank(script: Script, node: ast.AST) -> bool:
 
 
 def _on_names(wrappers: Wrappers) -> Iterator[Finding]:
-    """Names that need a look, by the table."""
+    """Names of the table, samplers without ``set_epoch()``, and texts with the name of torch's class."""
     sets_epoch = any(called_name(call) == "set_epoch" for call in wrappers.script.calls)
     for node in wrappers.script.nodes:
         name = wrappers.script.dotted(node) or (f".{node.attr}" if isinstance(node, ast.Attribute) else "")

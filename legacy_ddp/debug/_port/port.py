@@ -1,7 +1,6 @@
 """``legacy-ddp port``: the changes that move a script from torch DDP to this library, as a diff.
 
-The changes are edits of the text, so that comments and formatting stay. The result is complete if no finding asks for a
-decision.
+The changes are edits of the text, so that comments and formatting stay.
 """
 
 import ast
@@ -32,7 +31,7 @@ _ON_SITE = "On the site of the documentation, docs/NAME.md is the page NAME.html
 
 @dataclass(frozen=True)
 class Port:
-    """The script before and after, and the findings in the order of the text."""
+    """The script before and after, and the findings in the order of the text. ``is_complete``: nothing to decide."""
 
     path: Path
     before: str
@@ -69,7 +68,7 @@ class Port:
             with file:
                 file.write(self.after.encode())
         except OSError:
-            path.unlink()  # no half of a script
+            path.unlink()  # leave no incomplete script
             raise
 
     def remark_lines(self) -> list[str]:
@@ -91,7 +90,7 @@ def _lines(text: str) -> list[str]:  # as `patch` counts: only a line feed ends 
 
 
 def port(path: Path) -> Port:
-    """Read a script, and return the changes that make it use this library.
+    """Read a script, and find the changes that make it use this library.
 
     Raises:
         OSError: the file cannot be read.
@@ -133,7 +132,7 @@ def _has(names: list[str], package: str) -> bool:
 
 
 def _apply(text: str, edits: list[Edit]) -> str:
-    """The text with all edits, but for those inside of a part that another edit removes."""
+    """The text with all edits, except those inside of a part that another edit replaces."""
     parts, at = [], 0
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
         parts += [text[at : edit.start], edit.text] if edit.start >= at else []

@@ -33,7 +33,7 @@ class ScriptError(Exception):
 
 
 class UnclearError(Exception):
-    """A change that the text around it does not allow. ``line`` of the script, ``text``: what the user does."""
+    """The text around a change does not allow it. ``line``: of the script. ``text``: what the user does instead."""
 
     def __init__(self, line: int, text: str) -> None:
         super().__init__(text)
@@ -50,7 +50,7 @@ class Edit:
 
 
 class Script:
-    """The tree of a script, with the questions that a port asks.
+    """The tree of a script, its names and values, and edits of its text.
 
     Raises:
         ScriptError: this version of Python cannot read the text.
@@ -64,13 +64,13 @@ class Script:
         self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self._places = dict(_places(self.tree))
         self.nodes = sorted(_outside_of_f_strings(self.tree), key=lambda node: (node.lineno, node.col_offset))
-        self.hidden = {*self._parents} - {*self.nodes}  # in f-strings, and what is no expression or statement
+        self.hidden = {*self._parents} - {*self.nodes}  # those in f-strings, and neither expressions nor statements
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         self.functions = [node for node in self.nodes if isinstance(node, Functions)]
         self.imported_from = [
             (node, alias) for node in self.nodes if isinstance(node, ast.ImportFrom) for alias in node.names
         ]
-        # A name of several imports, as in try and except, counts as the class of torch DDP.
+        # If a name has several imports, as in try and except, that of torch's class is the last, and counts.
         self.imports = dict(sorted(self._imported_names(), key=lambda pair: pair[1] in _CLASSES))
         self.values = self._assigned_values()
         self.bound = self._bound_names()
@@ -109,7 +109,7 @@ class Script:
         return [self._places[at] for at in (node, *self.ancestors(node)) if isinstance(at, ast.stmt)][::-1]
 
     def dotted(self, node: ast.AST) -> str:
-        """The full name that imports give to an expression (``torch.nn.Linear``), or an empty text."""
+        """The full name of an expression by the imports (``torch.nn.Linear``), or an empty text."""
         if isinstance(node, ast.Attribute):
             before = self.dotted(node.value)
             return f"{before}.{node.attr}" if before else ""
@@ -157,7 +157,7 @@ class Script:
         return any(node not in ours for _, node in self.bound[name])
 
     def _bound_names(self) -> dict[str, list[tuple[Scope, ast.AST]]]:
-        """What gives each name a meaning: assignments, parameters, definitions and imports, each with its function."""
+        """The assignments, parameters, definitions and imports of each name, each with its function."""
         names: dict[str, list[tuple[Scope, ast.AST]]] = defaultdict(list)
         for node in self._parents:
             if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -199,8 +199,8 @@ class Script:
     def statement_removal(self, statement: ast.stmt) -> Edit:
         """The edit that removes a statement with its lines.
 
-        An ``if`` that holds nothing else is removed, too, with the comments in it. Where another block would be empty,
-        or where the line has other code, ``pass`` takes the place of the statement.
+        An ``if`` that holds nothing else is removed, too, with the comments in it. If another block would be empty, or
+        if the line has other code, ``pass`` replaces the statement.
         """
         around = self.parent(statement)
         block, _ = self._places[statement]
@@ -212,18 +212,18 @@ class Script:
         return Edit(self._starts[first - 1], self._starts[last], "")
 
     def _is_removable(self, node: ast.If) -> bool:
-        """Whether nothing else depends on an ``if``: it has no other branch, is no ``elif``, and calls nothing."""
+        """Whether an ``if`` has no other branch, is no ``elif``, and calls nothing."""
         is_branch = self.text.startswith("elif", self.start(node))
         return not node.orelse and not is_branch and not any(isinstance(at, ast.Call) for at in ast.walk(node.test))
 
     def block_replacement(self, first: ast.stmt, last: ast.stmt, text: str) -> Edit:
-        """The edit that writes a line in the place of the statements of one block."""
+        """The edit that writes a line in place of the statements from ``first`` to ``last`` of one block."""
         if self._has_code_before(first) or self._has_code_behind(last):
             raise UnclearError(first.lineno, f"this line has other code, too: write {text} by hand")
         return Edit(self.start(first), self.end(last), text)
 
     def item_removal(self, node: Located) -> Edit:
-        """The edit that removes an argument of a call or a name of an import, its comma, and a line left empty."""
+        """The edit that removes an argument of a call or a name of an import, with its comma and an empty line."""
         start, end = self.start(node), self.end(node)
         line = self.text[self._starts[node.lineno - 1] : start]
         before, after = _BEFORE_ITEM.search(line), _AFTER_ITEM.match(self.text, end)
@@ -250,7 +250,7 @@ class OtherFile:
 
 
 class OtherFiles:
-    """The files of modules that a script imports, in its folder or in one of those around it."""
+    """The files that a script imports from its folder, or from one of the folders around it."""
 
     def __init__(self, path: Path) -> None:
         folder = path.absolute().parent
@@ -263,7 +263,7 @@ class OtherFiles:
         return [*dict.fromkeys(found)]
 
     def files_of_two_levels(self, script: Script, text: str) -> Iterator[OtherFile]:
-        """The files that contain ``text``, of those that a script imports, and that these import."""
+        """The files that contain ``text``, among those that a script imports and those that these import."""
         near = self.files(script)
         far = [file for path in near if (other := self.read(path)) for file in self.files(other)]
         for path in dict.fromkeys([*near, *far]):
@@ -272,7 +272,7 @@ class OtherFiles:
                     yield OtherFile(Path(os.path.relpath(path, self._folders[0])), found)
 
     def script(self, module: str) -> Script | None:
-        """The script of a module by its full name; None if it is not there, or no script."""
+        """The script of a module by its full name; None if there is no file, or no script in it."""
         return self.read(next(iter(self._files(module)), None))
 
     def read(self, file: Path | None) -> Script | None:
@@ -318,7 +318,7 @@ def nodes_in(statements: Iterable[ast.AST]) -> list[ast.AST]:
 
 
 def pairs(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The variables of an assignment with their values; a value that is a tuple elsewhere is that of each variable."""
+    """The variables of an assignment with their values; a value that is no tuple in the text is that of each one."""
     for target in node.targets:
         variables = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
         if len(variables) > 1 and isinstance(node.value, ast.Tuple) and len(node.value.elts) == len(variables):

@@ -38,7 +38,7 @@ _MAX_STEPS = 3  # assignments from a module to its optimizer
 
 @dataclass(frozen=True)
 class Step:
-    """``scope``: the function with these calls, in the order of the text. ``steps`` is empty where none was found."""
+    """``scope``: the function with these calls. The calls are in the order of the text; ``steps`` may be empty."""
 
     scope: Scope
     backwards: tuple[ast.Call, ...]
@@ -77,7 +77,7 @@ def find_steps(script: Script) -> list[Step]:
 
 
 def _helpers(script: Script) -> dict[str, str]:
-    """Functions that call only ``backward()`` or only ``step()``, themselves or through other such functions."""
+    """By name, the functions that call only ``backward()`` or only ``step()``, directly or through each other."""
     counts = Counter(function.name for function in script.functions)
     helpers: dict[str, str] = {}
     for _ in range(_MAX_HELPERS):
@@ -107,20 +107,21 @@ def _kind(script: Script, call: ast.Call) -> str:
 def optimizer_of(script: Script, call: ast.Call) -> str:
     """The optimizer of ``optimizer.step()``, ``scaler.step(optimizer)`` or the like, or an empty text.
 
-    It is known by its name, or because the script makes it of a class of optimizers.
+    It is recognised by its name, or by an optimizer class in an assignment.
     """
     values = values_given(call) + ([call.func.value] if isinstance(call.func, ast.Attribute) else [])
     texts = [*map(ast.unparse, values)]
-    made = [text for text in texts if any(_is_new_optimizer(script, value) for _, value in script.values.get(text, []))]
+    made = [
+        text
+        for text in texts
+        for _, value in script.values.get(text, [])
+        if isinstance(value, ast.Call) and script.is_optimizer_class(value.func)
+    ]
     return next((text for text in texts if _OPTIMIZER.search(text) or text in made), "")
 
 
-def _is_new_optimizer(script: Script, value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and script.is_optimizer_class(value.func)
-
-
 def _steps_of(script: Script, scope: Scope, events: list[tuple[str, ast.Call]]) -> Iterator[Step]:
-    """A step begins with a ``backward()`` that follows a ``step()``."""
+    """The steps of a function: each ``backward()`` that follows a ``step()`` begins a new one."""
     groups: list[tuple[list[ast.Call], list[ast.Call]]] = []
     for kind, call in events:
         if kind == "backward":
@@ -147,10 +148,10 @@ def _split(script: Script, step: Step) -> Iterator[Step]:
 
 
 def place_of(script: Script, step: Step) -> Place | None:
-    """Where ``all_reduce()`` of a step stands: after its backward passes, before the first reader of gradients.
+    """The place of ``all_reduce()`` in a step: after its backward passes, before gradients are read.
 
-    None if the text does not show it. The place is behind the last ``backward()``, or behind the loop of micro-batches
-    around that. A step with a condition such as ``if index % 4 == 0:`` gets the call under the condition, so that the
+    None if the text does not show it. The place is after the last ``backward()``, or after the loop of micro-batches
+    around it. If the step has a condition such as ``if index % 4 == 0:``, the place is under the condition, so that
     other micro-batches send nothing.
     """
     paths = [script.path(call) for call in step.backwards]
@@ -177,7 +178,7 @@ def _is_inside_of(block: Block, path: list[tuple[Block, int]]) -> bool:
 
 
 def _common_depth(paths: list[list[tuple[Block, int]]]) -> int | None:
-    """The depth of the block around all of them in which they stand in different statements; None in branches."""
+    """The depth of the common block in which the paths have different statements; None if they are in branches."""
     for depth, places in enumerate(zip(*paths, strict=False)):
         block = places[0][0]
         if any(other is not block for other, _ in places):
@@ -188,7 +189,7 @@ def _common_depth(paths: list[list[tuple[Block, int]]]) -> int | None:
 
 
 def readers(node: ast.AST) -> list[ast.expr]:
-    """What reads gradients in a node: clipping, ``unscale_()`` and ``.grad``."""
+    """The expressions in a node that read gradients: clipping, ``unscale_()`` and ``.grad``."""
     nodes = [child for child in ast.walk(node) if isinstance(child, ast.Call | ast.Attribute)]
     methods = [call.func for call in nodes if isinstance(call, ast.Call)]  # torch.autograd.grad() reads none
     return [
@@ -200,8 +201,10 @@ def readers(node: ast.AST) -> list[ast.expr]:
 
 
 def earlier(script: Script, calls: tuple[ast.Call, ...]) -> list[ast.Call]:
-    """The calls in which torch DDP averages before another one does: not those of two branches of a condition, not
-    those inside ``no_sync()``, and none in a script that sets ``require_backward_grad_sync``."""
+    """The ``backward()`` calls in which torch DDP averages before another one of ``calls`` in the same branch.
+
+    Without calls inside ``no_sync()``. None in a script that sets ``require_backward_grad_sync``.
+    """
     if script.has_attribute("require_backward_grad_sync"):
         return []
     counted = [call for call in calls if not _is_inside(script, call, "no_sync")]
@@ -214,8 +217,7 @@ def earlier(script: Script, calls: tuple[ast.Call, ...]) -> list[ast.Call]:
 
 
 def statements_of_one_block(script: Script, calls: tuple[ast.Call, ...], last: ast.stmt) -> list[ast.stmt]:
-    """The statements ``loss.backward()`` of all calls, if they stand in the block of ``last``, which is the last of
-    them; else none."""
+    """The statements ``loss.backward()`` of all calls, if they are in one block and end with ``last``; else none."""
     found = [script.parent(call) for call in calls]
     statements = [node for node in found if isinstance(node, ast.Expr)]
     blocks = [script.path(statement)[-1][0] for statement in statements]
@@ -231,9 +233,9 @@ def _is_inside(script: Script, node: ast.AST, context: str) -> bool:
 
 @dataclass
 class Wrapper:
-    """A call of the constructor, or several that assign to one variable.
+    """``made``: calls of the constructor that assign to one variable. ``source``: the module.
 
-    ``source``: the module in it. ``holders``: variables that hold the wrapper, each with its function.
+    ``holders``: variables that hold the wrapper, each with its function.
     """
 
     source: str
@@ -282,9 +284,9 @@ class Wrappers:
             yield from self._targets(parent)
 
     def of_step(self, step: Step) -> list[tuple[str, Wrapper]]:
-        """The wrappers whose parameters the optimizers of a step have, with their names in its function.
+        """The wrappers of the parameters that a step updates, with their names in its function.
 
-        The list is empty if one of them is not known.
+        Empty if one of them is not known.
         """
         wanted: list[Wrapper] = []
         for optimizer in {optimizer_of(self.script, call) for call in step.steps} or {""}:
@@ -304,18 +306,16 @@ class Wrappers:
         return self.all if not owners or owners & self._mentioned(self.all[0].names) else []
 
     def _mentioned(self, names: set[str]) -> set[str]:
-        """The variables and attributes from which the values of variables are made.
-
-        An assignment that mentions its own variable, such as ``model, optimizer = load(model, optimizer)``, only hands
-        it over.
-        """
+        """``names``, and the variables and attributes in the expressions that are assigned to them."""
+        # An assignment that mentions its own variable, such as `model, optimizer = load(model, optimizer)`, does not
+        # show what the variable is made of.
         for _ in range(_MAX_STEPS):
             found = [(name, _variables(value)) for name in names for _, value in self.script.values.get(name, [])]
             names = names.union(*(variables for name, variables in found if name not in variables))
         return names
 
     def name_in(self, wrapper: Wrapper, scope: Scope) -> str:
-        """The name of a wrapper in a function: of its parameter or variable; an empty text without either."""
+        """The parameter or variable that holds a wrapper in a function; an empty text without either."""
         passed = [name for _, holder in wrapper.holders for name in self._parameters(holder, scope)]
         return next(iter([*passed, *(name for at, name in wrapper.holders if self._reads(scope, name, at))]), "")
 
@@ -325,13 +325,13 @@ class Wrappers:
         return [name for of_call in given for name, value in of_call if ast.unparse(value) == text]
 
     def _reads(self, scope: Scope, name: str, holder: Scope) -> bool:
-        """Whether a function reads this variable of another function or of its own."""
+        """Whether ``name`` in the function ``scope`` is the variable of the function ``holder``."""
         script, root = self.script, re.split(r"\W", name, maxsplit=1)[0]
         if root == "self":
             return script.class_of(scope) is script.class_of(holder)
         while scope is not holder:
             if any(at is scope for at, _ in script.bound[root]):
-                # The same name may be handed over: as a parameter, or in `generator, critic = nets`.
+                # A variable of the same name may hold the same wrapper: a parameter, or `generator, critic = nets`.
                 values = [value for at, value in script.values.get(name, []) if at is scope]
                 calls = [node for node in nodes_in(values) if isinstance(node, ast.Call)]
                 return not calls or any(call in script.calls_of(holder) for call in calls)
@@ -341,7 +341,7 @@ class Wrappers:
         return True
 
     def _is_of_a_loop(self, wrapper: Wrapper, step: Step) -> bool:
-        """Whether a variable holds another wrapper at each turn of a loop, and the step stands outside of it."""
+        """Whether a loop makes a new wrapper in each iteration, and the step is outside of the loop."""
         around = [*self.script.ancestors(step.backwards[0])]
         loops = [node for call in wrapper.made for node in self.script.ancestors(call) if isinstance(node, LOOPS)]
         return any(loop not in around for loop in loops)
@@ -359,7 +359,7 @@ class Wrappers:
         return False
 
     def name_at(self, call: ast.Call) -> str:
-        """The object of a method, such as ``model`` of ``model.eval()``; an empty text if it is no wrapper."""
+        """The object of a method call, such as ``model`` of ``model.eval()``; an empty text if it is no wrapper."""
         text = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         scope = self.script.scope(call)
         return text if text in [self.name_in(wrapper, scope) for wrapper in self.all] else ""

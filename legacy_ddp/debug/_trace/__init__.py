@@ -1,4 +1,1 @@
-"""Traces of training runs: digests and norms of the state of every rank, one file per rank.
-
-snapshot, environment → records → write ⇒ file ⇒ read → summary
-"""
+"""Traces of training runs: digests and norms of the state of every rank, one file per rank."""

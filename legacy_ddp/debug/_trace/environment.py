@@ -26,8 +26,8 @@ from legacy_ddp.debug._trace.records import NO_OPTIMIZER, Environment
 UNKNOWN = "not known"
 
 _LIMIT_SECONDS = 3.0
-# One process for commit and changes, and no further program that the repository names. Untracked files are left out: to
-# find them, git walks through all folders.
+# One process tells commit and changes. It runs no other program that the repository names, and does not look for
+# untracked files, because git would walk through all folders.
 _COMMAND = (
     *("git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch", "--no-ahead-behind"),
     *("--untracked-files=no", "--ignore-submodules=all"),
@@ -46,7 +46,6 @@ def environment_of(
     transport: str,
     argv: Sequence[str] | None,
 ) -> Environment:
-    """The first line of this rank's trace."""
     parameters = distinct(module.named_parameters(remove_duplicate=False), settings.ignore)
     return Environment(
         rank=dist.get_rank(group),
@@ -105,7 +104,7 @@ def facts_of(
 
 
 def _local_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The patterns, and the first names of shared buffers of which only a further name matches a pattern."""
+    """The patterns, and the first name of each shared buffer of which only another name matches a pattern."""
     buffers = distinct(module.named_buffers(remove_duplicate=False))
 
     def matches(name: str) -> bool:
@@ -115,7 +114,7 @@ def _local_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...
 
 
 def _job() -> str:
-    """64 bits from the environment variables that a launcher such as torchrun sets alike on all ranks of a job."""
+    """64 bits of the environment variables that a launcher such as torchrun sets to equal values on all ranks."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     return f"{fingerprint(repr([os.environ.get(name) for name in names]).encode()) % 2**64:016x}"
 
@@ -135,13 +134,9 @@ def _package() -> str:
 
 
 def describe_package(version: str, checkout: Path) -> str:
-    """``version``, with the commit if ``checkout`` is the top of a repository.
-
-    An installed package has no commit, also if its environment lies in the repository of a script.
-    """
-    if not (checkout / ".git").exists():
-        return version
-    return f"{version}, commit {commit_of(checkout)}"
+    """``version``, with the commit if ``checkout`` is the top of a repository."""
+    # An installed package has no commit, even if its environment lies inside of the repository of a script.
+    return f"{version}, commit {commit_of(checkout)}" if (checkout / ".git").exists() else version
 
 
 def _determinism() -> str:
@@ -167,8 +162,8 @@ def _cpu_model() -> str:
 def commit_of(folder: Path) -> str:
     """Hash of the commit checked out in ``folder``, with ``, modified`` if a tracked file differs from the commit.
 
-    ``not known`` outside of a repository, without git, for an answer that takes more than three seconds, and before the
-    first commit. Writes nothing and never raises an exception for the state of ``folder``.
+    ``not known`` outside of a repository, before the first commit, without git, or if git takes more than three
+    seconds. Writes nothing, and raises nothing whatever the state of ``folder``.
     """
     try:
         status = subprocess.run(
@@ -192,13 +187,13 @@ def commit_of(folder: Path) -> str:
 MODULE, RUN = "module ", "run "  # beginnings of names
 _FEW = 3  # modules with a line of their own
 _Holders = tuple[tuple[str, tuple[int, ...]], ...]
-# They differ between ranks as they should, or have no influence on a result.
+# Facts that should differ between ranks, or that have no influence on a result.
 _OWN_FACTS = frozenset({"argv", "checks", "commit", "devices", "host", "pid", "seed", "transport"})
 _VALUE_COLUMNS = 60
 
 
 class RankSettings(NamedTuple):
-    """The settings of a rank. ``values``: as text by name. ``numbers``: of the rank itself, by the way of counting."""
+    """The settings of a rank. ``values``: as text by name. ``numbers``: its rank, global rank and local rank."""
 
     values: Mapping[str, str]
     numbers: Mapping[str, int]
@@ -224,7 +219,7 @@ def settings_of(
 
 
 def _numbers_of_rank(group: dist.ProcessGroup) -> dict[str, int]:
-    """The number of this rank in the group, in the job and, where a launcher such as torchrun tells it, on its host."""
+    """The number of this rank in the group and in the job, and on its host if the launcher tells it (torchrun does)."""
     numbers = {"rank": dist.get_rank(group), "global rank": dist.get_rank()}
     local = os.environ.get("LOCAL_RANK", "")
     return {**numbers, "local rank": int(local)} if local.isdecimal() else numbers
@@ -237,23 +232,20 @@ def _autocast(kind: str) -> str:
 
 
 def differing_settings(rows: Sequence[RankSettings]) -> tuple[Difference, ...]:
-    """The settings that differ between ranks. ``rows``: of each rank.
-
-    A value in the user's function that is on every rank the rank's own number differs as it should: it is left out.
-    """
     differences = compare_rows([row.values for row in rows]).differences
+    # A value in the user's function may be the number of the rank: it should differ.
     return tuple(item for item in differences if not (item.name.startswith(RUN) and _is_own_number(item.name, rows)))
 
 
 def _is_own_number(name: str, rows: Sequence[RankSettings]) -> bool:
-    """Whether the value is on all ranks the rank's number in one way of counting, as an int or as text."""
+    """Whether on all ranks the value is the same one of the rank's numbers, as an int or as text."""
     return any(
         all(row.values.get(name, "").strip("'") == str(row.numbers.get(way)) for row in rows) for way in rows[0].numbers
     )
 
 
 def describe_settings(differences: Sequence[Difference]) -> Iterator[str]:
-    """A line for each setting; many modules with equal values on the same ranks have one line together."""
+    """A line for each setting, but one line for many modules with equal values on the same ranks."""
     groups: dict[tuple[_Holders, str], list[str]] = {}
     for item in differences:
         kind = MODULE if item.name.startswith(MODULE) else item.name

@@ -1,4 +1,4 @@
-"""Readers of a trace: the file of one rank, in one scan and then on demand, and the folder of a run."""
+"""Readers of a trace: the file of one rank, and the folder of a run."""
 
 import os
 import re
@@ -47,15 +47,16 @@ T = TypeVar("T")
 class RankTrace:
     """The file of one rank, up to its end or to the first damaged line.
 
+    The constructor scans the file once; the methods read single lines again. With ``until`` it scans only up to the
+    first line of a step after ``until``, and the attributes are about this part.
+
     ``steps``: all steps with a line, ascending; the start is the step before ``first_step``. ``damage``: number and
     damage of a line, empty for an undamaged file. ``torn``: the last line is incomplete. ``end``: how the recorder's
     block ended (``"closed"``, or the name of an exception), empty if the recorder ended otherwise. ``phases``: the
-    phases of any step. ``nonfinite``: first step and phase with NaN or infinite elements. ``logged``: values of this
-    rank alone by step. ``operation_counts``: by step, for steps with operations. With ``until``, these attributes cover
-    the part read: up to the first line of a step after ``until``.
+    phases of any step. ``nonfinite``: first step and phase with NaN or infinite elements. ``logged``: values that this
+    rank logged, by step. ``operation_counts``: by step, for steps with operations.
 
-    Memory is 260 bytes per step, independent of the number of tensors, the logged values, and the declarations of
-    operations.
+    Memory: 260 bytes per step, the logged values, and the declarations of operations. It does not grow with tensors.
     """
 
     def __init__(self, path: Path, until: int | None = None) -> None:
@@ -96,7 +97,6 @@ class RankTrace:
         return tuple(phase for phase in PHASES if any(offset != _ABSENT for offset in self._offsets[phase]))
 
     def declared(self, phase: str) -> tuple[Names, ...]:
-        """All names of a phase, in the order of their declaration."""
         return tuple(names for names, _ in self._names.values() if names.phase == phase)
 
     def digest(self, step: int, phase: str) -> int | None:
@@ -115,11 +115,11 @@ class RankTrace:
         return None if names is None or values is None else Section(names, values)
 
     def call(self, step: int) -> CallFacts | None:
-        """The facts about the call of a step; None for a missing line."""
+        """The facts about the call of a step; None without a line."""
         return self._parsed(step, "call", CallFacts.from_json)
 
     def operations(self, step: int) -> tuple[Operation, ...]:
-        """The operations of forward and backward of a step, in order; empty for a step without operations."""
+        """The operations of a step, in order; empty without any."""
         found: list[Operation] = []
         for offset in self._operations.get(step, ()):
             read = partial(sequence_from_json, declared=self._declared, before=len(found))
@@ -145,7 +145,7 @@ class RankTrace:
             raise TraceError(f"{self.path}: a line of step {step} cannot be read: {error}") from error
 
     def _scan(self, offset: int, until: int | None) -> None:
-        """Add every line from ``offset`` on, up to the first damaged line, or to the first step after ``until``."""
+        """Add the lines from ``offset`` on, up to the first damaged line, or to the first line after ``until``."""
         for number, line in enumerate(self._file, start=2):
             try:
                 body, at = split_checked(line)
@@ -204,7 +204,7 @@ class RankTrace:
             raise DamagedLineError("it is of a kind that no recorder writes")
 
     def _add_column(self, step: int, column: str, offset: int) -> int:
-        """The index of the step in the arrays, after storing the offset of its line."""
+        """Store the offset of a line. Returns the index of the step in the arrays."""
         row = self._add_row(step)
         if self._offsets[column][row] != _ABSENT:
             raise _comes_again(step)
@@ -212,7 +212,7 @@ class RankTrace:
         return row
 
     def _add_row(self, step: int) -> int:
-        """The index of the step in the arrays; the step is the last one or a new one."""
+        """The index of the step in the arrays. Adds a new step; an earlier step than the last is damage."""
         if not self.steps or step > self.steps[-1]:
             self._rows[step] = len(self.steps)
             self.steps.append(step)
@@ -227,7 +227,6 @@ class RankTrace:
 
 
 def open_trace(path: Path) -> BufferedReader:
-    """The file, opened for reading."""
     if path.is_fifo():  # opening it would wait for a writer
         raise TraceError(f"{path} is a pipe, expected a file; save its output to a file")
     try:
@@ -279,9 +278,9 @@ KILLED = "killed, still running, or recorder stopped"
 
 @dataclass(frozen=True)
 class Run:
-    """The trace of one run: the environment of every rank, in rank order. Files are opened one at a time.
+    """The trace of one run. ``environments``: in rank order.
 
-    Open files of a thousand ranks would exceed the limit of a process.
+    Files are opened on demand: those of a thousand ranks would exceed the limit of a process.
     """
 
     folder: Path
@@ -293,7 +292,6 @@ class Run:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Total size of all files."""
         return sum(path.stat().st_size for path in self.paths)
 
     def with_local_buffers(self, patterns: Sequence[str]) -> "Run":
@@ -303,11 +301,10 @@ class Run:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The file of every rank."""
         return tuple(self.folder / RANK_FILE.format(rank) for rank in range(self.world_size))
 
     def open(self, rank: int, until: int | None = None) -> RankTrace:
-        """Read the trace file of one rank, up to step ``until`` if given."""
+        """The file of one rank, scanned up to step ``until`` if given."""
         return RankTrace(self.paths[rank], until)
 
 
@@ -359,7 +356,6 @@ def _settings(path: Path) -> Environment:
 
 
 def end_text(trace: RankTrace) -> str:
-    """``closed``, ``left by`` an exception, damaged, or without an end."""
     if trace.damage:
         return f"damaged at {trace.damage}"
     if trace.torn:
@@ -374,9 +370,8 @@ class RunCoverage:
 
     ``label``: A or B, empty for a single run. ``recorded``: the steps of any rank. ``damage``: rank and damage of each
     damaged file. ``reasons``: the ``end`` of each file. ``nonfinite``: first step, phase index and rank with NaN or
-    infinity. ``operations``: for each step with operations the greatest number of a rank. ``phases``: of any file,
-    each with the ranks of these files. ``ends``: the last step (None without steps) and the end of each file, each with
-    the ranks of these files.
+    infinity. ``operations``: for each step with operations the greatest number of a rank. ``phases``: the ranks that
+    recorded each phase. ``ends``: the ranks by the last step (None without steps) and the end of their files.
     """
 
     def __init__(self, label: str) -> None:
@@ -392,7 +387,6 @@ class RunCoverage:
         self._lasts: dict[int, int | None] = {}
 
     def add(self, rank: int, trace: RankTrace) -> None:
-        """Add the file of one rank."""
         last = self._lasts[rank] = trace.steps[-1] if trace.steps else None
         self.recorded.update(trace.steps)
         self.ends.setdefault((last, end_text(trace)), []).append(rank)
@@ -411,16 +405,15 @@ class RunCoverage:
 
     @property
     def steps(self) -> tuple[int, int] | None:
-        """The first and the last step of any rank, None without steps."""
+        """The first and the last step of any rank; None without steps."""
         return (min(self.recorded), max(self.recorded)) if self.recorded else None
 
     def ended_before(self, step: int) -> list[int]:
-        """The ranks with a last step before ``step``."""
         return [rank for rank, last in self._lasts.items() if last is None or last < step]
 
     @property
     def missing_operations(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Groups of ranks, each with the ascending steps in which only other ranks have operations."""
+        """Groups of ranks, each with the steps, ascending, in which only other ranks have operations."""
         found = (
             (tuple(ranks), tuple(sorted({*self.operations} - own))) for own, ranks in self._with_operations.items()
         )

@@ -63,7 +63,11 @@ def encode(values: Mapping[str, Any], at: int) -> bytes:
 
 
 def parse(line: bytes, read: Callable[[dict[str, Any]], T]) -> T:
-    """What ``read`` makes of the JSON object of a line; ``line`` includes the newline."""
+    """The JSON object of a line, given to ``read``. ``line`` includes the newline.
+
+    Raises:
+        DamagedLineError: the checksum is wrong, or ``read`` fails.
+    """
     split_checked(line)
     try:
         return read(json.loads(line))
@@ -72,36 +76,34 @@ def parse(line: bytes, read: Callable[[dict[str, Any]], T]) -> T:
 
 
 def split_checked(line: bytes) -> tuple[bytes, int]:
-    """The bytes of the line before its last two keys, and the line number.
-
-    The checksum is that of all bytes before its own key: the contents and the line number.
-    """
+    """The bytes of the line before its last two keys, and the line number."""
     if not line.endswith(b"\n"):
         raise DamagedLineError("it is torn")
     end = _END.search(line, max(0, len(line) - _LONGEST_END))
+    # The checksum is that of all bytes before its own key: the contents and the line number.
     if not end or zlib.crc32(memoryview(line)[: end.end(1)]) != int(end[2], 16):
         raise DamagedLineError("its checksum is not that of its bytes")
     return line[: end.start()], int(end[1])
 
 
 def read_record(record: type[T], values: Mapping[str, Any]) -> T:
-    """The record of a line: its members by name. Members with a default value may be missing, as in older versions."""
+    """The record of a line. Members with a default value may be missing: older versions lack some."""
     names = [item.name for item in fields(record)]  # type: ignore[arg-type]
     return record(**{name: as_tuples(values[name]) for name in names if name in values})
 
 
 def as_tuples(value: Any) -> Any:
-    """The value with tuples in place of lists."""
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The first line: the surroundings of this rank, and the steps to record.
+    """The first line: facts about this rank, and the steps to record.
 
-    ``facts``: versions, threads, flags and settings as text. ``parameters``: all names, sorted. ``job``: 16 hex digits,
-    equal on all ranks of one launcher. ``layout``: 16 hex digits, equal for equal parameters and equal settings of the
-    wrapper. ``local_buffers``: names and patterns of buffers that may differ between ranks. ``started``: UTC, ISO 8601.
+    ``started``: UTC, ISO 8601. ``job``: 16 hex digits, equal on all ranks of one launcher. ``layout``: 16 hex digits,
+    equal for equal parameters and equal settings of the wrapper. ``facts``: versions, threads, flags and settings as
+    text. ``parameters``: all names, sorted. ``local_buffers``: names and patterns of buffers that may differ between
+    ranks.
     """
 
     rank: int
@@ -116,8 +118,12 @@ class Environment:
     local_buffers: tuple[str, ...] = ()
 
     @property
+    def start(self) -> int:
+        """The step that stands for the state before ``first_step``."""
+        return self.first_step - 1
+
+    @property
     def has_optimizer(self) -> bool:
-        """Whether the recorder was given an optimizer."""
         return self.facts.get("optimizer", NO_OPTIMIZER) != NO_OPTIMIZER
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +132,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Names:
-    """The names of the entries of a phase; a file declares them once and refers to them by number.
+    """The names of the entries of a phase. A file declares them once, and refers to them by number.
 
     ``kinds``: dtype and shape of each tensor; empty for a setting.
     """
@@ -164,29 +170,25 @@ class Values:
 
 @dataclass(frozen=True)
 class Section:
-    """:class:`Values` with their :class:`Names`."""
+    """:class:`Values` with their :class:`Names`, and each member of both by name."""
 
     names: Names
     values: Values
 
     @property
     def words(self) -> dict[str, str | None]:
-        """Digests of tensors and texts of settings, by name."""
         return dict(zip(self.names.names, self.values.words, strict=True))
 
     @property
     def norms(self) -> dict[str, float | None]:
-        """2-norms, by name."""
         return dict(zip(self.names.names, self.values.norms, strict=True))
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Dtype and shape, by name."""
         return dict(zip(self.names.names, self.names.kinds, strict=True))
 
     @property
     def nonfinite(self) -> dict[str, int]:
-        """Number of NaN or infinite elements, by name, without zeros."""
         return {self.names.names[index]: count for index, count in self.values.nonfinite.items()}
 
 
@@ -246,7 +248,7 @@ def end_to_json(step: int, reason: str) -> dict[str, Any]:
 
 
 def check_version(values: Mapping[str, Any]) -> None:
-    """Refuse a first line of another format or version."""
+    """Raises a TraceError for a first line of another format or version."""
     if values.get("line") != "environment" or values.get("format") != FORMAT:
         raise TraceError(f"is no trace: got a first line of another kind, expected one of format {FORMAT!r}")
     if values.get("version") not in READABLE_VERSIONS:
@@ -265,8 +267,8 @@ _DIGITS = 16
 class Declaration:
     """An :class:`Operation` without digests, micro-batch and number.
 
-    ``parameters``: one for each input. ``inputs``, ``outputs``: kind and layout of tensors. ``digested``: for all of
-    them in order, whether there is a digest. ``is_random``: whether there is a digest of the generator, after these.
+    ``parameters``: one for each input. ``inputs``, ``outputs``: kind and layout of each tensor. ``digested``: whether
+    each of these tensors has a digest. ``is_random``: whether a digest of the generator follows.
     """
 
     name: str
@@ -287,7 +289,6 @@ class Declaration:
         return read_record(Declaration, values)
 
     def with_digests(self, digests: Iterator[str], micro_batch: int, number: int) -> Operation:
-        """The operation with the next of ``digests``."""
         found = [next(digests) if is_digested else None for is_digested in self.digested]
         values = [Value(*item, digest) for item, digest in zip((*self.inputs, *self.outputs), found, strict=True)]
         return Operation(
@@ -320,7 +321,7 @@ def declaration_of(operation: Operation) -> Declaration:
 
 
 def digests_of(operation: Operation) -> str:
-    """The digests of an operation, end to end: of inputs, outputs and generator."""
+    """The joined digests of an operation: of inputs, outputs and generator."""
     values = (*operation.inputs, *operation.outputs)
     return "".join([value.digest or "" for value in values]) + operation.generator
 
@@ -354,7 +355,7 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
             # Not buffered: the kernel has the written bytes, so they survive the process.
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-        # The texts have all that the errors of the system tell.
+        # "from None": the texts hold all that the errors of the system say.
         except FileExistsError as error:
             if error.filename != str(self.path):
                 raise TraceError(
@@ -373,7 +374,6 @@ class Writer:
             raise TraceError(f"{self.path} cannot be written: {error.strerror}; name another folder") from None
 
     def section(self, step: int, section: Section) -> None:
-        """Add the state in one phase of a step."""
         number = self._numbers.get(section.names)
         if number is None:
             number = len(self._numbers)
@@ -386,18 +386,16 @@ class Writer:
             self.section(step, section)
 
     def call(self, step: int, facts: CallFacts) -> None:
-        """Add the facts about the call of a step."""
         self._add(facts.to_json(step))
 
     def operations(self, step: int, operations: Sequence[Operation]) -> None:
-        """Add the operations of a step."""
         for micro_batch, group in groupby(operations, key=lambda operation: operation.micro_batch):
             found = list(group)
             numbers = [self._declare(declaration_of(operation)) for operation in found]
             self._add(sequence_to_json(step, micro_batch, numbers, "".join(map(digests_of, found))))
 
     def log_now(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write values of this rank alone, and all lines before."""
+        """Write logged values of this rank, and all lines before."""
         self._add(log_to_json(step, values))
         self.flush()
 
@@ -405,10 +403,9 @@ class Writer:
         """Write all added lines to the file, in one piece.
 
         Raises:
-            OSError: this write or an earlier write failed, and a torn line stays the end of the file; the file was
-                deleted, and the kernel would take the lines nevertheless.
+            OSError: this write or an earlier one failed, and the file ends with a torn line; or the file was deleted.
         """
-        if os.fstat(self._file).st_nlink == 0:
+        if os.fstat(self._file).st_nlink == 0:  # the kernel would accept the lines nevertheless
             raise OSError(errno.ENOENT, "the file was deleted", str(self.path))
         pending = memoryview(b"".join(self._lines))
         self._lines.clear()
@@ -420,7 +417,7 @@ class Writer:
         self._is_whole = True
 
     def close(self, step: int, reason: str) -> None:
-        """Write the end line and close the file, also if the line cannot be written."""
+        """Write the end line and close the file. Closes it also if the line cannot be written."""
         try:
             self._add(end_to_json(step, reason))
             self.flush()
@@ -434,12 +431,11 @@ class Writer:
             os.close(file)
 
     def discard(self) -> None:
-        """Close and remove the file."""
         self.abandon()
         self.path.unlink(missing_ok=True)
 
     def _declare(self, declaration: Declaration) -> int:
-        """The number of an operation, after its declaration at the first use."""
+        """The number of a declaration. Adds its line at the first use."""
         number = self._declared.get(declaration)
         if number is None:
             number = self._declared[declaration] = len(self._declared)

@@ -1,11 +1,11 @@
-"""The present state of this rank, phase by phase, with tensors reduced to digests, norms and counts.
+"""Snapshots of the state of this rank, phase by phase: digests, norms and counts of tensors.
 
-Each function takes a ``reader`` and a function ``take``: the sections are of the present state, and ``take`` is called
-with them once the reader has read the numbers that were on a device.
+Functions with the arguments ``reader`` and ``take`` describe the present state. They call ``take`` with the sections
+once the reader has read the numbers from the devices.
 
-On the CPU a norm is taken in one pass, and taken again in doubles if a square was too large or too small, or if an
-element is not finite. On a device the host would have to wait for that decision, and the tensor may have new values
-then. There every tensor is divided by its largest finite element first.
+On the CPU a norm is computed in one pass, and computed again in doubles if a square was too large or too small, or if
+an element is not finite. On a device the host would have to wait for that decision, and the tensor may have new values
+by then. So on a device every tensor is first divided by its largest finite element.
 """
 
 import math
@@ -30,7 +30,7 @@ from legacy_ddp.debug._trace.records import MAX_INPUTS, CallFacts, Names, Sectio
 Measured = tuple[str | None, float | None, int]
 _Norm = tuple[float | None, int]  # of the finite elements, and the number of the others
 
-# Norms are taken of parts and joined in double precision: a sum of 2**24 squares in fp32 lost the fourth digit.
+# Norms of parts are joined in double precision: in fp32 a sum of 2**24 squares had a wrong fourth digit.
 PART_NUMEL = 2**14
 BATCH_NUMEL = 2**22
 # Squares of fp32 numbers below 1e-19 lose digits, and vanish below 1e-23.
@@ -57,10 +57,7 @@ def measure(values: Sequence[torch.Tensor | str | None]) -> list[Measured]:
 def begin_measure(
     values: Sequence[torch.Tensor | str | None], reader: devices.Reader, take: Callable[[list[Measured]], object]
 ) -> None:
-    """Call ``take`` with the result of :func:`measure`, once ``reader`` has read it.
-
-    The result is that of the present values, also if they change before.
-    """
+    """Call ``take`` with the result of :func:`measure` for the present values, once ``reader`` has read it."""
     tensors = [_coalesced(value) for value in values if isinstance(value, torch.Tensor)]
     of_digests, finish_digests = begin_digests(tensors)
     of_norms, finish_norms = _begin_norms([tensor for tensor in tensors if _has_numbers(tensor.dtype)])
@@ -87,7 +84,7 @@ def _coalesced(tensor: torch.Tensor) -> torch.Tensor:
 def _begin_norms(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], Callable[[Sequence[Sequence[float]]], list[_Norm]]]:
-    """Vectors of all devices but the CPU, and a function from their numbers to the norm of each tensor."""
+    """Vectors on the devices, and a function from their numbers to the norm of each tensor."""
     here = [index for index, tensor in enumerate(tensors) if tensor.device.type == "cpu"]
     away = [index for index, tensor in enumerate(tensors) if tensor.device.type != "cpu"]
     found = dict(zip(here, _norms_on_cpu([tensors[index] for index in here]), strict=True))
@@ -116,9 +113,10 @@ def _norms_on_cpu(tensors: Sequence[torch.Tensor]) -> list[_Norm]:
 def _begin_exact_norms(
     tensors: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> tuple[list[torch.Tensor], Callable[[Sequence[Sequence[float]]], list[_Norm]]]:
-    """Vectors, and a function from their numbers to the norm of each tensor, whatever its elements are.
+    """Vectors, and a function from their numbers to the norm of each tensor, for elements of any size.
 
-    In the precision of the tensor or of ``dtype``, whichever is higher. A dozen operations for 4 million elements.
+    Computed in the dtype of the tensor or in ``dtype``, whichever is more precise. A dozen operations for 4 million
+    elements.
     """
     vectors: list[torch.Tensor] = []
     indices_of: list[list[int]] = []
@@ -159,7 +157,7 @@ def _repeat(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-    """Parts of equal device and dtype, with the indices of their tensors; limited in size, as parts may be copies."""
+    """Parts of equal device and dtype, with the indices of their tensors. Parts may be copies: size is limited."""
     waiting: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
     numels: dict[tuple[torch.device, torch.dtype], int] = {}
     for index, tensor in enumerate(tensors):
@@ -176,7 +174,7 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], list[
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements as real floating point numbers of a dtype with norms in torch."""
+    """The elements as real floating-point numbers of a dtype for which torch has norms."""
     elements = tensor.values() if tensor.layout is torch.sparse_coo else tensor
     if elements.is_complex():
         elements = torch.view_as_real(elements.resolve_conj())
@@ -193,7 +191,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @cache
 def _has_numbers(dtype: torch.dtype) -> bool:
-    """Whether torch can convert elements of this dtype to numbers. Packed and opaque elements have no conversion."""
+    """Whether torch can convert elements of this dtype to numbers; not if they are packed or opaque."""
     try:
         torch.zeros(8, dtype=torch.uint8, device="cpu").view(dtype).to(torch.complex128)
     except (RuntimeError, TypeError):
@@ -202,15 +200,13 @@ def _has_numbers(dtype: torch.dtype) -> bool:
 
 
 def _rounded(norm: float) -> float:
-    """The norm with 9 digits: enough to distinguish any two fp32 numbers."""
-    return float(f"{norm:.8e}")
+    return float(f"{norm:.8e}")  # 9 digits distinguish any two fp32 numbers
 
 
 Take = Callable[[list[Section]], object]
 
 
 def gradients(phase: str, held: Sequence[hold.StateItem], reader: Reader, take: Take) -> None:
-    """The gradients ``held``, as the section of ``phase``."""
     _begin_sections([(phase, held)], reader, take)
 
 
@@ -232,7 +228,6 @@ def left_by_step(
 
 
 def buffers(module: nn.Module, ignore: Collection[str], reader: Reader, take: Take) -> None:
-    """The section of all buffers; none without buffers."""
     found = hold.buffers(module, ignore, local=())
     _begin_sections([("buffers", found)] if found else [], reader, take)
 
@@ -245,8 +240,8 @@ def digest_generators(module: nn.Module) -> str:
 class Inputs:
     """The arguments of the forward passes since the last call.
 
-    ``found``: the first ``MAX_INPUTS`` values: dtype and shape of a tensor or type of a number or text, and 64 bits;
-    there once ``reader`` has read them. ``complete``: no other arguments were passed.
+    ``found``: the first ``MAX_INPUTS`` values, once ``reader`` has read them: dtype and shape of a tensor or type of a
+    number or text, and 64 bits. ``complete``: no other arguments were passed.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -270,7 +265,7 @@ class Inputs:
             self.complete = False
 
     def _begin(self, kinds: Sequence[str], values: Sequence[torch.Tensor | str]) -> None:
-        """Let the reader add the values. ``values``: tensors, or digests."""
+        """Let the reader add the values to :attr:`found`. ``values``: tensors, or digests."""
         vectors, finish = begin_digests([value for value in values if isinstance(value, torch.Tensor)])
 
         def take(numbers: list[list[Any]]) -> None:
@@ -301,8 +296,7 @@ def _leaves(value: object) -> Iterator[Any]:
 
 
 def _digest(value: object) -> str:
-    """64 bits instead of the value, as a text may be confidential."""
-    return f"{fingerprint(repr(value).encode()) % 2**64:016x}"
+    return f"{fingerprint(repr(value).encode()) % 2**64:016x}"  # not the value: a text may be confidential
 
 
 def _kind(value: object) -> str:
@@ -310,7 +304,7 @@ def _kind(value: object) -> str:
 
 
 def _begin_sections(held: Sequence[tuple[str, Sequence[hold.StateItem]]], reader: Reader, take: Take) -> None:
-    """The sections of all phases, measured together: few calls of torch."""
+    """The sections of all phases, measured together to save calls of torch."""
 
     def finish(measured: Sequence[Measured]) -> None:
         rest = iter(measured)
@@ -363,5 +357,5 @@ def facts_of(record: SyncRecord, generators: str, inputs: Inputs) -> CallFacts:
 
 
 def _finite(norm: float | None) -> float | None:
-    """The norm, or None for infinity, which JSON lacks: finite gradients may have a norm too large for a float64."""
+    """The norm, or None for infinity. JSON has no infinity, and the norm of finite gradients may overflow a float64."""
     return norm if norm is not None and math.isfinite(norm) else None

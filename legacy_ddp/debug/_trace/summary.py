@@ -33,7 +33,7 @@ _Holders = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first tensor with NaN or infinite elements. ``name``: of the tensor; ``count``: of such elements."""
+    """The first tensor with NaN or infinite elements. ``count``: the number of these elements."""
 
     step: int
     phase: str
@@ -44,7 +44,7 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The rank with the shortest wait, which the other ranks waited for, in ``steps`` of ``of_steps`` steps.
+    """The rank that the others waited for: it had the shortest wait in ``steps`` of ``of_steps`` steps.
 
     ``median_seconds``: median over all steps of the longest wait minus the shortest wait.
     """
@@ -59,7 +59,7 @@ class Waiting:
 class Curve:
     """The first and the last recorded value of a metric, or of a logged value.
 
-    ``ranks``: that recorded the value. ``first``, ``last``: step and value of the lowest of these ranks; NaN and
+    ``ranks``: those that recorded the value. ``first``, ``last``: step and value on the lowest of these ranks; NaN and
     infinity as text.
     """
 
@@ -73,13 +73,13 @@ class Curve:
 class Summary:
     """The contents of a trace, in brief.
 
-    ``steps``: first and last step of any rank, None without steps; ``recorded``: number of steps. ``ends``: ranks by
+    ``steps``: first and last step of any rank, None without steps. ``recorded``: number of steps. ``ends``: ranks by
     the end of their files. ``phases``: number of names per phase, at its last step on rank 0. ``facts``: equal on all
-    ranks; ``own_facts``: different between ranks, each value with its ranks. ``norms``: step and norm of all reduced
+    ranks. ``own_facts``: different between ranks, each value with its ranks. ``norms``: step and norm of all reduced
     gradients together, on rank 0, at the first and the last step; without norms too large for a float64. ``metrics``:
     sums over the ranks. ``logged``: values of single ranks. ``operations``: for each step with operations the greatest
-    number of a rank; ``missing_operations``: ranks, each group with the steps with operations of other ranks alone.
-    ``late``: the rank for which the others wait, if the wait is a good part of the step.
+    number of a rank. ``missing_operations``: see :class:`RunCoverage`. ``late``: the rank for which the others wait, if
+    the wait is a large part of the step.
     """
 
     folder: str
@@ -103,7 +103,6 @@ class Summary:
     late: LateRank | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON object of the summary, with its format and version."""
         return {"format": JSON_FORMAT, "version": JSON_VERSION, **asdict(self)}
 
 
@@ -139,8 +138,6 @@ def summarise(run: Run) -> Summary:
 
 
 class _Findings:
-    """The findings of all files, collected rank by rank."""
-
     def __init__(self) -> None:
         self.coverage = RunCoverage("")
         self.phases: dict[str, int] = {}
@@ -168,7 +165,6 @@ class _Findings:
 
     @property
     def ends(self) -> dict[str, list[int]]:
-        """The ranks by the end of their files."""
         return {
             f"{end}, no step recorded" if last is None else f"{end} after step {last}": ranks
             for (last, end), ranks in self.coverage.ends.items()
@@ -195,9 +191,8 @@ class _Curves:
 
 
 class _Waits:
-    """For every step: the shortest wait with its rank, the longest wait, and the number of ranks."""
-
     def __init__(self) -> None:
+        # By step: the shortest wait with its rank, the longest wait, and the number of ranks.
         self._of: dict[int, tuple[tuple[float, int], float, int]] = {}
 
     def add(self, rank: int, trace: RankTrace) -> None:
@@ -208,7 +203,7 @@ class _Waits:
                 self._of[step] = min(least, (waited, rank)), max(longest, waited), ranks + 1
 
     def summary(self, world_size: int) -> Waiting | None:
-        """Over the steps recorded by all ranks; None for a single rank or without such steps."""
+        """Over the steps that all ranks recorded; None for a single rank or without such steps."""
         found = [(least, longest) for least, longest, ranks in self._of.values() if ranks == world_size]
         if world_size == 1 or not found:
             return None
@@ -218,13 +213,13 @@ class _Waits:
 
 
 class _Times:
-    """For every step: its seconds on rank 0, and of each rank the wait and the parts of the step."""
-
     def __init__(self) -> None:
-        self._of: dict[int, tuple[float, array[float]]] = {}  # one array of all ranks: a trace may have many steps
+        # By step: its seconds on rank 0, and of each rank the wait and the parts of the step. One array holds all
+        # ranks, to save memory: a trace may have many steps.
+        self._of: dict[int, tuple[float, array[float]]] = {}
 
     def add(self, rank: int, trace: RankTrace) -> None:
-        """Add a rank, in ascending order. Calls without parts, of earlier versions of the format, are left out."""
+        """Add a rank, in ascending order. Leaves out calls without parts, from earlier versions of the format."""
         for step in trace.steps:
             call = trace.call(step)
             if call is None or not call.parts.keys() >= PARTS.keys():
@@ -235,7 +230,6 @@ class _Times:
                 self._of[step][1].extend([call.seconds_waited, *(call.parts[part] for part in PARTS)])
 
     def late_rank(self, world_size: int) -> LateRank | None:
-        """Over the steps recorded by all ranks."""
         width = 1 + len(PARTS)
         return find_late_rank(
             [
@@ -271,7 +265,6 @@ def _facts(run: Run) -> tuple[dict[str, str], tuple[tuple[str, _Holders], ...]]:
 
 
 def lines(found: Summary) -> list[str]:
-    """The text of a summary, line by line."""
     text = wrap(f"{found.folder}: {_count(found.world_size, 'rank')}, {_steps_text(found)}, begun {found.started}")
     items = [*_ends_text(found), f"size: {_size_text(found)}", f"phases: {_phases_text(found)}"]
     items += [*_operations_text(found), *_norms_text(found), _nonfinite_text(found), *_waiting_text(found)]

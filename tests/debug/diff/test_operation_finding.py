@@ -1,26 +1,24 @@
 """The first different operation as a record with the rows around it, and its text."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._text import WIDTH
 from legacy_ddp.debug._diff import result as operation_text
-from legacy_ddp.debug._diff.operations import finding, judge_values
+from legacy_ddp.debug._diff.operations import finding
 from legacy_ddp.debug._diff.result import OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
 from tests.helpers.operations import numbered, operation
 
 
-def found_in(a: Sequence[Operation], b: Sequence[Operation], **changes: Any) -> OperationFinding:
+def found_in(a: Sequence[Operation], b: Sequence[Operation]) -> OperationFinding:
     a, b = numbered(a), numbered(b)
     difference = first_difference(a, b)
     assert difference is not None
-    given: dict[str, Any] = {"labels": ("A", "B"), "ranks": (1,), "facts": {}, "judge": judge_values}
-    return finding(41, (a, b), difference, counts=(len(a), len(b)), **{**given, **changes})
+    return finding(41, (a, b), difference, ranks=(1,), facts={})
 
 
 @given(st.data())

@@ -8,7 +8,7 @@ import pytest
 from selenium import webdriver
 
 from legacy_ddp._text import MAX_LINES
-from legacy_ddp.debug._diff.operations import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, finding, judge_values
+from legacy_ddp.debug._diff.operations import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, finding
 from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
@@ -59,8 +59,7 @@ def between(a: list[Operation], b: list[Operation], ranks: tuple[int, ...] = (1,
     sides = numbered(a), numbered(b)
     difference = first_difference(*sides)
     assert difference is not None
-    counts = len(a), len(b)
-    return finding(41, sides, difference, counts=counts, labels=("A", "B"), ranks=ranks, facts={}, judge=judge_values)
+    return finding(41, sides, difference, ranks=ranks, facts={})
 
 
 def page(folder: Path, operations: OperationFinding | None, causes: tuple[Cause, ...] = ()) -> Path:
