@@ -536,17 +536,16 @@ class StallReports:
         report = explainer().stall(rows, self._view.global_ranks)
         if report is not None:
             self._shown_on = report.reporters
-            self._show(asdict(report))
+            self._show(asdict(report), report.reporters)
 
     def _end(self) -> None:
-        """The wait of a rank has ended."""
-        if self._shown_on:
-            self._show(None)
-            self._shown_on, self._composed_at = (), float("-inf")
+        """The wait of a rank has ended. The first of the ranks that tell is enough."""
+        with self._lock:
+            ranks, self._shown_on, self._composed_at = self._shown_on, (), float("-inf")
+        self._show(None, ranks)
 
-    def _show(self, report: Message | None) -> None:
+    def _show(self, report: Message | None, ranks: Sequence[int]) -> None:
         message = {"request": "stall", "what": "show", "report": report}
-        own = self._view.own.rank
-        if own in self._shown_on:
+        if self._view.own.rank in ranks:
             self.answer(message)
-        request_all(self._view.others(self._shown_on), message, self._view.own.identity)
+        request_all(self._view.others(ranks), message, self._view.own.identity)
