@@ -126,10 +126,11 @@ def test_a_rank_that_others_wait_for_outside_of_calls_is_named_once_with_places_
     run_ranks(partial(listen, _told, tmp_path), 3, scene, fresh=True)
     text = " ".join(" ".join(said(tmp_path, 0)).split())
 
-    assert re.search(rf"legacy_ddp WARNING: outside of calls: {expected} ", text), text
-    assert "stack of rank 0, innermost last:" in text or name == "subgroup"
-    assert text.count("outside of calls:") == text.count("as reported") + 1
-    assert text.count(ENDED) == 1
+    told = re.findall(rf"legacy_ddp WARNING: outside of calls: {expected}(, as reported)?", text)
+    assert told[:1] == [""], text
+    assert all(told[1:])  # once in full
+    assert "stack of rank 0, innermost last:" in text
+    assert ENDED in text
     assert said(tmp_path, 1) == said(tmp_path, 2) == []
 
 
