@@ -27,6 +27,7 @@ _COMMON = ("AgreedError", "LegacyDDPError", "LostPeerError", "TypeError", "Value
 # Modules that write the texts of errors that other modules raise, by the begin of their paths: the first counts.
 _OF_OTHERS = {
     "_explain/missing": ("SyncTimeoutError", "PeerLostError", "Ranks have waited"),
+    "_explain/stall": ("Ranks have waited",),
     "_explain/nonfinite": ("NonFiniteGradientError", "Gradients are not finite"),
     "_explain": ("ReplicaDivergenceError", "Replicas differ"),
     "_watchdog": ("SyncTimeoutError", "PeerLostError", "Ranks have waited"),
