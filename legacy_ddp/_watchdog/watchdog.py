@@ -182,7 +182,7 @@ class Watchdog:
     def note_end(self) -> None:
         """At the end of this process: tell which rank ended first, if a lost connection of the script is the error."""
         error = ending_error()
-        if self._first_end is not None or error is None or not is_of_transport(error):
+        if self._first_end is not None or error is None or not (self._is_of_process and is_of_transport(error)):
             return
         self._first_end = _UNKNOWN_END
         deadline = time.monotonic() + _CAUSE_SECONDS
@@ -253,8 +253,7 @@ class Watchdog:
         if (late := self._payloads.take_late()) is not None:
             self._background.submit(self._warn_of_payload, late)
         seconds = [self._payloads.seconds_to_look()]
-        # One watchdog of the process looks at what happens outside of calls: that of its largest group.
-        if max(_open, key=lambda one: len(one._view.peers), default=None) is self:
+        if self._is_of_process:
             self._stalls.look(self._status.stall)
             seconds.append(self._status.stall.seconds_to_look())
         return min((limit for limit in seconds if limit is not None), default=None)
@@ -264,12 +263,18 @@ class Watchdog:
         if not payload.is_complete():
             payload.is_told = self._policy.tell_in_full(report)
 
+    @property
+    def _is_of_process(self) -> bool:
+        """Whether this watchdog tells what happens outside of calls: that of the largest group of the process."""
+        return max(_open, key=lambda one: len(one._view.peers), default=None) is self
+
     def _on_closed(self, rank: int, exit_reason: str | None) -> None:
         if exit_reason is None:
             self._background.submit(self._check_neighbour, rank)
             return
         self._status.exit_reasons[rank] = exit_reason
-        if is_fault(exit_reason) and self.rank == (rank + 1) % len(self._view.peers):  # one of its two neighbours
+        is_next = self.rank == (rank + 1) % len(self._view.peers)  # one of its two neighbours
+        if is_next and self._is_of_process and is_fault(exit_reason):
             self._background.submit(self._tell_end, rank, exit_reason)
 
     def _tell_end(self, rank: int, reason: str) -> None:
