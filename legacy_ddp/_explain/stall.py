@@ -1,6 +1,6 @@
 """The report on ranks that wait in ``torch.distributed``, outside of the calls of this library. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from legacy_ddp._explain.missing import ranks_by_state, reason, report_text, reporters
@@ -34,13 +34,16 @@ def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int]) -> Report | 
     for rank, wait in waits.items():
         places.setdefault(_place(wait, numbers), []).append(rank)
     absent = [row for row in rows if row.rank in _expected(waits, numbers) and row.rank not in waits]
-    rest = [*_describe_absent(absent), *([_NOBODY_MISSING] if len(places) == 1 and not absent else [])]
-    summary = "; ".join([*(_describe(place, ranks, "waited") for place, ranks in places.items()), *rest])
+    nobody = [_NOBODY_MISSING] if len(places) == 1 and not absent else []
     waited = [
         _describe(place, ranks, f"waited {max(waits[rank].seconds for rank in ranks):.0f} s")
         for place, ranks in places.items()
     ]
-    head = f"outside of calls: {'; '.join([*waited, *rest])}"
+    head = f"outside of calls: {'; '.join([*waited, *_describe_absent(absent, _doing), *nobody])}"
+    # Equal as long as nothing has changed: without seconds, and without the lines of a rank that moves on.
+    summary = "; ".join(
+        [*(_describe(place, ranks, "waited") for place, ranks in places.items()), *_describe_absent(absent, _state)]
+    )
     missing = tuple(row.rank for row in absent)
     return Report(
         head=printable(head),
@@ -79,10 +82,10 @@ def _describe(place: _Place, ranks: Sequence[int], waited: str) -> str:
     return f"{name_ranks(ranks)} {verb} in {place.function}(){place.of}{source} at {place.line}"
 
 
-def _describe_absent(absent: Sequence[Row]) -> list[str]:
+def _describe_absent(absent: Sequence[Row], describe: Callable[[Row], str]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for row in absent:
-        groups.setdefault(_doing(row), []).append(row.rank)
+        groups.setdefault(describe(row), []).append(row.rank)
     return [
         f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} not there: {what}" for what, ranks in groups.items()
     ]
@@ -93,5 +96,9 @@ def _doing(row: Row) -> str:
         return reason(row)
     if row.is_in_debugger:
         return f"at {row.sample.line}, in a debugger"
-    state = "moving" if row.is_advancing else "busy" if row.is_busy else "idle"
-    return f"at {row.sample.line}, {state}"
+    return f"at {row.sample.line}, {'busy' if row.is_advancing or row.is_busy else 'idle'}"
+
+
+def _state(row: Row) -> str:
+    """As :func:`_doing`, but for a rank that moves on without its line."""
+    return "busy" if row.is_advancing or row.is_busy else _doing(row)
