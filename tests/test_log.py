@@ -26,7 +26,7 @@ def wrap():
     dist.destroy_process_group()
 """
 PAGE = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
-BY_LEVEL, BY_HANDLER = (
+BY_LEVEL, BY_HANDLER, SILENCED = (
     recipe
     for recipe in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     if "import logging" in recipe
@@ -120,6 +120,13 @@ def test_a_warning_of_all_ranks_is_one_record_of_rank_0_whatever_is_configured(s
     place = re.escape("at script.py:") + r"\d+ in tell"
     command = "meaning and next step: legacy-ddp explain Uneven work"
     assert re.fullmatch(f"{_TIME} WARNING legacy_ddp rank 0: of all ranks\n{place}\n{command}\n", errors), errors
+
+
+def test_the_recipe_with_a_filter_silences_one_kind_of_warnings(tmp_path: Path) -> None:
+    (errors,) = _errors(tmp_path, f'{SILENCED}\n{_EVERYWHERE}\nwarn(0, "another", "Replicas differ")\n')
+
+    assert "of all ranks" not in errors
+    assert "WARNING legacy_ddp rank 0: another" in errors
 
 
 def test_the_place_of_a_warning_is_the_line_of_the_script(tmp_path: Path) -> None:

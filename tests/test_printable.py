@@ -115,7 +115,7 @@ def test_names_and_texts_of_other_origin_are_escaped_at_every_exit(form: str, tm
     for run in [*runs, *commands]:
         _check(run.stdout)
         _check(run.stderr)
-    for kind in ("UserWarning", "LayoutError", "ReplicaDivergenceError", "UnsynchronizedStepError", "DesyncError"):
+    for kind in ("WARNING", "LayoutError", "ReplicaDivergenceError", "UnsynchronizedStepError", "DesyncError"):
         assert kind in runs[0].stderr
     assert "PeerLostError" in runs[0].stderr
     assert "Sx\\nFAKE" in runs[0].stderr  # of an optimizer

@@ -10,7 +10,7 @@ from typing import Any
 from legacy_ddp._steps.policy import closure_advice
 from legacy_ddp._text import WIDTH, first_few, name_ranks, printable, printable_lines, wrap
 from legacy_ddp._watchdog.client import Endpoint, Failure, Message, Outcome, request_all
-from legacy_ddp._watchdog.process import DEAD, HOOK, RUN, RUNNING, STOPPED, TRACED, Sample
+from legacy_ddp._watchdog.process import DEAD, HOOK, RUN, RUNNING, STOPPED, TRACED, USER_CODE, Sample
 from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.status import Progress, Result, Row, build_rows
 
@@ -134,7 +134,7 @@ def activity_text(row: Row) -> str:
         return f"{row.last_call}: {row.sample.phase}"
     if row.sample.call:
         return f"{row.sample.call} of another group: {row.sample.phase}"
-    if row.wait is not None:
+    if row.wait is not None and row.sample.phase == USER_CODE:
         return f"{row.wait.function}() after {row.last_call}" if row.last_call else f"{row.wait.function}()"
     return f"{row.sample.phase} after {row.last_call}" if row.last_call else row.sample.phase
 

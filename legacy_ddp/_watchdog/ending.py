@@ -152,8 +152,8 @@ def is_of_transport(error: BaseException | None) -> bool:
 
 
 def is_fault(reason: str) -> bool:
-    """Whether a rank that ended for ``reason`` ended first, by an error of its own."""
-    return not reason.startswith((LEFT_NORMALLY, LEFT_AFTER_LOSS))
+    """Whether a rank that ended for ``reason`` ended by an error of its own, and not as it was asked to."""
+    return not reason.startswith((LEFT_NORMALLY, LEFT_AFTER_LOSS)) and AFTER_A_SIGNAL not in reason
 
 
 def exit_reason(call: str) -> str:

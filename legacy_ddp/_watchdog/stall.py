@@ -146,24 +146,35 @@ def _function_of(frames: Sequence[FrameType]) -> tuple[str, FrameType | None]:
     found: tuple[str, FrameType | None] = ("", None)
     for frame in frames:
         if _is_of_user(frame):
-            is_work = frame is frames[0] and _called(frame.f_code, frame.f_lasti) == "wait"
-            return ("wait", None) if is_work else found
+            return ("wait", None) if frame is frames[0] and _waits_for_work(frame) else found
         name = frame.f_code.co_name
         if frame.f_code.co_filename.endswith(_COLLECTIVES) and not name.startswith("_") and name not in _SHELLS:
             found = (name, frame)
     return found
 
 
+def _waits_for_work(frame: FrameType) -> bool:
+    """Whether the frame is in ``wait()`` of a Work of ``torch.distributed``, which leaves no frame of Python.
+
+    An object that is no variable, as in ``works[0].wait()``, counts as a Work.
+    """
+    method, variable = _called(frame.f_code, frame.f_lasti)
+    value = frame.f_locals.get(variable, frame.f_globals.get(variable)) if variable else None
+    return method == "wait" and (value is None or isinstance(value, dist.Work | internals.Future))
+
+
 @lru_cache(maxsize=64)
-def _called(code: CodeType, last: int) -> str:
-    """The name of the method in C that a frame is in: a Work of ``torch.distributed`` leaves no frame of Python."""
-    name = ""
+def _called(code: CodeType, last: int) -> tuple[str, str]:
+    """The name of the method in C that a frame is in, and of the variable with its object; empty if there is none."""
+    method = variable = loaded = ""
     for instruction in dis.get_instructions(code):
         if instruction.offset >= last:
             break
         if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
-            name = str(instruction.argval)
-    return name
+            method, variable = str(instruction.argval), loaded
+        is_variable = instruction.opname.startswith(("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"))
+        loaded = str(instruction.argval) if is_variable else ""
+    return method, variable
 
 
 def _group_of(frame: FrameType | None) -> tuple[tuple[int, ...], int]:

@@ -61,6 +61,7 @@ _FRESH_SECONDS = 2.0
 
 # How long a rank that ends by a lost connection waits for the reason of the rank that ended first.
 _CAUSE_SECONDS = 1.0
+_ENDS_TOGETHER_SECONDS = 0.5
 
 
 class _End(NamedTuple):
@@ -272,17 +273,21 @@ class Watchdog:
         if exit_reason is None:
             self._background.submit(self._check_neighbour, rank)
             return
+        is_first = rank not in self._status.exit_reasons  # with two ranks there are two connections
         self._status.exit_reasons[rank] = exit_reason
         is_next = self.rank == (rank + 1) % len(self._view.peers)  # one of its two neighbours
-        if is_next and self._is_of_process and is_fault(exit_reason):
+        if is_first and is_next and self._is_of_process and is_fault(exit_reason):
             self._background.submit(self._tell_end, rank, exit_reason)
 
     def _tell_end(self, rank: int, reason: str) -> None:
         """Log the end of a rank by an error, and let every rank know the reason."""
-        text = f"{name_ranks([rank])} {reason}"
-        logger_of(self.rank).warning("%s", text, extra={"event": "lost", "ranks": [rank]})
         message = {"request": "end", "rank": rank, "reason": reason}
         request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)
+        # An error of every rank, for example of a wrong name in the script, ends this rank, too, and needs no line.
+        time.sleep(_ENDS_TOGETHER_SECONDS)
+        if ending_error() is None and self in _open:
+            text = f"{name_ranks([rank])} {reason}"
+            logger_of(self.rank).warning("%s", text, extra={"event": "lost", "ranks": [rank]})
 
     def _check_neighbour(self, rank: int) -> None:
         """Report a neighbour if it has ended. If its host has vanished, only the timeout shows the loss."""

@@ -272,6 +272,7 @@ def test_inputs_that_bypass_the_wrapper_leave_the_inputs_incomplete(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_value_that_cannot_be_recorded_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
     model = wrap()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -92,8 +92,11 @@ def _late_early_calls(rank: int, folder: Path, wrappers: int) -> list[float]:
 
 
 @pytest.mark.parametrize("wrappers", [thorough(1), 2])
-def test_nothing_is_said_of_a_wrapper_s_first_two_calls_however_long_they_take(wrappers: int, tmp_path: Path) -> None:
-    run_silently(_late_early_calls, 2, tmp_path, wrappers)
+def test_a_long_wait_in_one_of_the_first_two_calls_of_a_wrapper_is_a_line(wrappers: int, tmp_path: Path) -> None:
+    _, lines = run(_late_early_calls, 2, tmp_path, wrappers)
+
+    assert len(lines) == 2 * wrappers
+    assert all(line.endswith((", in one of the first calls", ", alive", ", alive and busy")) for line in lines), lines
 
 
 def _gan(rank: int, folder: Path) -> None:

@@ -589,8 +589,8 @@ TRANSPORT = (
     ),
     Mutant(
         "the ranks that arrived are missing",
-        'if not of_generation.check([f"begun/{other}"])',
-        'if of_generation.check([f"begun/{other}"])',
+        'if not self._store.check([f"begun/{other}"])',
+        'if self._store.check([f"begun/{other}"])',
         "tests/ranks/test_lost_groups.py -k never_constructs",
     ),
     Mutant(
@@ -757,7 +757,7 @@ WATCHDOG = (
     ),
     Mutant(
         "a handler of the script ends a call",
-        "        except Exception as error:  # noqa: BLE001 - code of the script must not end this call",
+        "        except Exception as error:  # noqa: BLE001 - of the script",
         "        except ZeroDivisionError as error:",
         "tests/test_log.py -k ends_no_call",
     ),
@@ -1055,8 +1055,8 @@ WORDS = (
     ),
     Mutant(
         "a warning has no command",
-        'printable_lines(f"{text}\\n{how_to_explain(section)}")',
-        "printable_lines(text)",
+        'text = f"{text}{line}\\n{how_to_explain(section)}"',
+        'text = f"{text}{line}"',
         "tests/test_errors_page.py -k warning_has",
     ),
 )

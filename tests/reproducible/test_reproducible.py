@@ -1,6 +1,5 @@
 """The order of sums with reproducible=True: one tree, for any split of a step's micro-batches over ranks."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers import logged_warnings
 from tests.helpers.cases import Grads, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import once, run_cases
@@ -183,8 +183,8 @@ def test_the_tree_is_no_less_exact_than_adding_in_a_row() -> None:
 def _play(_: int, script: Callable[[LegacyDistributedDataParallel], None]) -> list[Any]:
     """What a rank holds after a script on a parameter of three ones."""
     wrapped = wrap_reproducible([torch.ones(3), torch.ones(1)])
-    warnings.filterwarnings("ignore", ".*several backward passes in one micro-batch")  # which is meant here
     script(wrapped)
+    logged_warnings.take()  # of several backward passes in one micro-batch, which are meant here
     return [None if grad is None else grad.tolist() for grad in get_gradients(wrapped.module)]
 
 

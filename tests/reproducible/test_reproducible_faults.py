@@ -1,6 +1,5 @@
 """Uses that reproducible=True refuses: an error on every rank, and the next step is right."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
+from tests.helpers import logged_warnings
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
@@ -40,10 +40,10 @@ def _see(act: Callable[[Model, int], None], rank: int, **options: Any) -> _Seen:
         ranks = error.ranks if isinstance(error, LegacyDDPError) else ()
     model.zero_grad()
     # Where parameters were exchanged, passes before it count on.
-    warnings.filterwarnings("ignore", ".*several backward passes in one micro-batch")
     _leaf(model, 1.0 + rank)
     _leaf(model, 3.0 + rank)
     model.all_reduce(sample_size=1)
+    logged_warnings.take()  # of several backward passes in one micro-batch
     return _Seen(said, ranks, [grad.tolist() for grad in get_gradients(model.module) if grad is not None])
 
 

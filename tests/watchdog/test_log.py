@@ -27,7 +27,7 @@ def _listen(count: int = 0, act: Callable[[], object] = lambda: None) -> list[st
         if len(said) == count:
             act()
 
-    handler = logging.Handler()
+    handler = logging.Handler(logging.WARNING)
     handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("legacy_ddp").addHandler(handler)
     return said

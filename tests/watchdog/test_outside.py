@@ -17,7 +17,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.listening import Training, listen, run_silently, said
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankFailure, run_ranks
 from tests.helpers.scripts import fork_scripts
 
 SECONDS = 0.4  # warn_after_seconds
@@ -241,4 +241,21 @@ def test_the_rank_that_ended_first_is_told_at_once_and_behind_the_error_of_every
     for rank in (0, 2):
         assert [line for line in told[rank] if at_the_end in line] != [], texts[rank]
         assert texts[rank].index("RuntimeError: ") < texts[rank].index(at_the_end)
-    assert [line for rank in (0, 2) for line in told[rank] if at_the_end not in line] != []
+
+
+def _one_raises(rank: int, folder: Path) -> None:
+    training = Training(folder)
+    dist.barrier()
+    if rank == 1:
+        raise ValueError("bad batch 17")
+    _hold(folder, "bad batch 17")
+    assert training.waits
+
+
+def test_a_rank_that_raises_while_the_others_go_on_is_told_at_once_by_one_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="bad batch 17"):
+        run_ranks(partial(listen, _one_raises, tmp_path), 3, fresh=True)
+
+    told = [line for rank in (0, 2) for line in said(tmp_path, rank)]
+    assert len(told) == 1
+    assert "rank 1 left after all_reduce() call 2 with ValueError: bad batch 17, at test_outside.py:" in told[0]
