@@ -26,7 +26,7 @@ RANKS = 2
 # Not pytest.importorskip(): importing Lightning costs seconds in each worker that collects tests.
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs the extra legacy_ddp[lightning]")
 # Stories in which ranks have other weights on purpose.
-_WARNED = {"configured", "local_sgd"}
+_WARNED = {"adversaries", "configured", "local_sgd", "without_data"}
 LOADED = ("lightning.pytorch", "lightning.fabric")  # in processes whose start is not what is tested
 QUIET = {
     "logger": False,

@@ -17,7 +17,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.listening import Training, listen, run_silently, said
-from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_scripts
 
 SECONDS = 0.4  # warn_after_seconds
@@ -243,19 +243,30 @@ def test_the_rank_that_ended_first_is_told_at_once_and_behind_the_error_of_every
         assert texts[rank].index("RuntimeError: ") < texts[rank].index(at_the_end)
 
 
-def _one_raises(rank: int, folder: Path) -> None:
-    training = Training(folder)
-    dist.barrier()
-    if rank == 1:
-        raise ValueError("bad batch 17")
-    _hold(folder, "bad batch 17")
-    assert training.waits
+# The file "told" is made by the first record of the log, on any rank.
+_WATCH = """
+import logging
+class _Tell(logging.Filter):
+    def filter(self, record):
+        Path("told").touch()
+        return True
+logging.getLogger("legacy_ddp").addFilter(_Tell())
+"""
+_OTHERS_GO_ON = """
+if rank == 1:
+    raise ValueError("bad batch 17")
+while not os.path.exists("told"):
+    time.sleep(0.02)
+"""
 
 
 def test_a_rank_that_raises_while_the_others_go_on_is_told_at_once_by_one_rank(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="bad batch 17"):
-        run_ranks(partial(listen, _one_raises, tmp_path), 3, fresh=True)
+    script = textwrap.dedent(_SCRIPT).partition("def validate")[0]
+    (tmp_path / "script.py").write_text(f"import time\nfrom pathlib import Path\n{_WATCH}{script}{_OTHERS_GO_ON}")
+    runs = fork_scripts([("script.py",)] * 3, [{"RANK": str(rank)} for rank in range(3)], cwd=tmp_path)
+    told = [[line for line in run.stderr.splitlines() if "legacy_ddp rank" in line] for run in runs]
 
-    told = [line for rank in (0, 2) for line in said(tmp_path, rank)]
-    assert len(told) == 1
-    assert "rank 1 left after all_reduce() call 2 with ValueError: bad batch 17, at test_outside.py:" in told[0]
+    assert [run.returncode for run in runs] == [0, 1, 0]
+    assert told[:2] == [[], []]
+    (line,) = told[2]
+    assert "rank 1 left after all_reduce() call 2 with ValueError: bad batch 17, at script.py:" in line
