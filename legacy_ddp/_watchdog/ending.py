@@ -143,6 +143,11 @@ def ending_error() -> BaseException | None:
     return None if isinstance(error, SystemExit) and _is_success(error) else error
 
 
+def has_shown_error() -> bool:
+    """Whether Python has displayed the error that ends this process. From any thread; unlike :func:`ending_error`."""
+    return getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")  # ps1: an interactive session
+
+
 def is_of_transport(error: BaseException | None) -> bool:
     """Whether a lost connection of the script's own collectives ends this process: another rank has ended first."""
     return any(

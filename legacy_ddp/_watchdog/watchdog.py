@@ -34,6 +34,7 @@ from legacy_ddp._watchdog.ending import (
     ending_error,
     error_behind,
     exit_reason,
+    has_shown_error,
     is_fault,
     is_of_transport,
     watch_exit,
@@ -285,7 +286,7 @@ class Watchdog:
         request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)
         # An error of every rank, for example of a wrong name in the script, ends this rank, too, and needs no line.
         time.sleep(_ENDS_TOGETHER_SECONDS)
-        if ending_error() is None and self in _open:
+        if not has_shown_error() and self in _open:
             text = f"{name_ranks([rank])} {reason}"
             logger_of(self.rank).warning("%s", text, extra={"event": "lost", "ranks": [rank]})
 
