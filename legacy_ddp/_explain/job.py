@@ -4,11 +4,11 @@ Everything is told from two polls that agree. In one poll of a job that moves, t
 a rank that was asked early looks as if it were behind.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from legacy_ddp._explain.missing import WAITING_PHASES, activity_text, compose, compose_payload
-from legacy_ddp._explain.stall import compose_stall
+from legacy_ddp._explain.stall import OUTSIDE, compose_stall
 from legacy_ddp._text import printable
 from legacy_ddp._watchdog.process import STOPPED, TRACED
 from legacy_ddp._watchdog.reports import Report
@@ -16,9 +16,9 @@ from legacy_ddp._watchdog.status import Row
 
 _MAX_STACKS = 64
 _MOVED = "its loop goes on"  # what a rank does whose call or phase differs between two polls
-# In these the state is that of the job: nobody waits for another rank; somebody does; for longer than is usual.
+# The state of the job: nobody waits for another rank, as far as is known; somebody does; longer than is usual.
 MOVING, WAITING, LATE = "moving", "waiting", "late"
-# From two looks of the rank itself, which are as far apart as the polls.
+# The time between two polls is longer, so such a wait has begun before the first.
 _MIN_WAIT_SECONDS = 0.25
 
 
@@ -30,9 +30,10 @@ def describe_job(
     seconds = max(waits.values(), default=None)
     is_late = seconds is not None and seconds > warn_after_seconds
     # A rank that went on during the polls may be the one that a short wait was for.
-    is_told = is_late or (bool(waits) and not any(row.has_moved for row in rows))
-    report = _report(rows, global_ranks) if is_told else None
-    missing = report.missing if report is not None else ()
+    report = _report(rows, global_ranks) if waits and (is_late or not any(row.has_moved for row in rows)) else None
+    # Ranks that are all in a call exchange gradients, as far as a short wait tells.
+    is_told = is_late or (report is not None and bool(report.missing or report.phase == OUTSIDE))
+    missing = report.missing if report is not None and is_told else ()
     return {
         "size": len(rows),
         "hosts": list(dict.fromkeys(printable(row.host) for row in rows if row.pid)),
@@ -42,8 +43,8 @@ def describe_job(
         "seconds": round(seconds, 3) if is_told and seconds is not None else None,
         "warn_after_seconds": warn_after_seconds,
         "missing": list(missing),
-        "summary": report.head if report is not None else "",
-        "rows": _groups(rows, missing),
+        "summary": report.head if report is not None and is_told else "",
+        "rows": _groups(rows, missing, waits),
         "stacks": _stacks(rows) if with_stacks else None,
     }
 
@@ -69,13 +70,14 @@ def _report(rows: Sequence[Row], global_ranks: Sequence[int]) -> Report | None:
     return compose_stall(rows, global_ranks)
 
 
-def _groups(rows: Sequence[Row], missing: Sequence[int]) -> list[Mapping[str, Any]]:
+def _groups(rows: Sequence[Row], missing: Sequence[int], waits: Collection[int]) -> list[Mapping[str, Any]]:
     """The rows by equal activity and state, those of missing ranks first. Lists are in the order of ``ranks``."""
     behind = {*missing}
     groups: dict[tuple[bool, str, str], list[Row]] = {}
     for row in rows:
         doing = _MOVED if row.has_moved else printable(activity_text(row))
-        groups.setdefault((row.rank not in behind, doing, _state(row)), []).append(row)
+        state = "waits" if row.rank in waits and row.rank not in behind else _state(row)
+        groups.setdefault((row.rank not in behind, doing, state), []).append(row)
     return [
         {
             "ranks": [row.rank for row in group],

@@ -78,7 +78,10 @@ class LocalListener:
     def is_of_user(self, connection: socket.socket) -> bool:
         """Whether the process at the other end is of the user of this process, or of root."""
         size = struct.calcsize("3i")
-        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        try:
+            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        except OSError:
+            return False
         return user in (os.geteuid(), _ROOT)
 
     def use(self) -> None:

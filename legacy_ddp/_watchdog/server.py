@@ -126,11 +126,11 @@ class StatusServer:
         self._on_local = on_local  # answers a request from the Unix socket, and closes the connection; None: no socket
         self._selector = selectors.DefaultSelector()
         self._listener = listen()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
         self._local = None if on_local is None else share_listener(partial(_tell_problem, rank))
         self._listeners = [self._listener]
         if self._local is not None and self._local.socket is not None:
             self._listeners.append(self._local.socket)
-        self._wake_receiver, self._wake_sender = socket.socketpair()
         self._connections: dict[socket.socket, _Connection] = {}
         self._accept_again_at = 0.0  # while accepting is paused
         self._exit_reason = ""

@@ -60,9 +60,7 @@ _GRACE_SECONDS = 0.5
 _RETRY_SECONDS, _RETRY_SECONDS_PER_RANK = 0.05, 0.0005
 # Ranks that start to wait together request a report within this time of each other, and must get the same text.
 _FRESH_SECONDS = 2.0
-# Commands that ask within this time of each other get the same rows, and only so many of them wait at a time.
-_FRESH_ROWS_SECONDS = 0.5
-_MAX_LOCAL_ANSWERS = 16
+_MAX_LOCAL_ANSWERS = 16  # at a time
 
 
 # How long a rank that ends by a lost connection waits for the reason of the rank that ended first.
@@ -624,8 +622,9 @@ class LocalAnswers:
         }
 
     def _job(self, message: Message) -> Message:
+        asked_at = time.monotonic()
         with self._lock:
-            if time.monotonic() - self._polled_at > _FRESH_ROWS_SECONDS:
+            if self._polled_at < asked_at:  # else a poll for another command has just ended
                 self._rows = explainer().poll(self._view.peers, self._view.own, twice=True)
                 self._polled_at = time.monotonic()
             rows = self._rows
