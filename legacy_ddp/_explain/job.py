@@ -38,7 +38,7 @@ def describe_job(
         "size": len(rows),
         "hosts": list(dict.fromkeys(printable(row.host) for row in rows if row.pid)),
         "pids": [row.pid for row in rows],
-        "call": printable(max(rows, key=lambda row: row.progress).last_call),
+        "call": printable(max(rows, key=lambda row: (bool(row.last_call), row.progress)).last_call),
         "state": LATE if is_late else WAITING if is_told else MOVING,
         "seconds": round(seconds, 3) if is_told and seconds is not None else None,
         "warn_after_seconds": warn_after_seconds,

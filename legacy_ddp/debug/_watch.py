@@ -18,8 +18,9 @@ from legacy_ddp._watchdog.local import ask, folder_of, folders, problem_of, sock
 
 EXIT_MOVING, EXIT_LATE, EXIT_NO_JOB = 0, 1, 2
 _FORMAT = "legacy_ddp watch"
-# A rank that is asked for the job polls all ranks twice. Silent ranks on crowded machines take seconds.
-_PROCESS_SECONDS, _JOB_SECONDS = 2.0, 30.0
+# Processes that do not answer in the first time are asked again, unless another rank has named them.
+_QUICK_SECONDS, _PROCESS_SECONDS = 0.3, 2.0
+_JOB_SECONDS = 30.0  # the rank polls all ranks twice: silent ranks on crowded machines take seconds
 _MAX_CONCURRENT = 32
 _MAX_RANK_COLUMNS, _MAX_HOST_COLUMNS, _MAX_STATE_COLUMNS = 12, 16, 8
 _MAX_STACKS = 8
@@ -51,18 +52,26 @@ def find_jobs() -> tuple[list[Job], list[str]]:
             raise WatchError(problem)
         with suppress(PermissionError, NotADirectoryError):
             found += sockets(folder)
+    answers: dict[Path, dict[str, Any]] = {}
+    silent = found
+    for seconds in (_QUICK_SECONDS, _PROCESS_SECONDS):
+        answers |= _ask_processes([path for _, path in silent], seconds)
+        known = {pid for answer in answers.values() for pid in answer.get("pids", ())}
+        silent = [(pid, path) for pid, path in found if answers.get(path) == {} and pid not in known]
+    notes = [f"process {pid} does not answer: it begins, is stopped, or C code holds up Python" for pid, _ in silent]
+    return _jobs([(pid, path, answer) for pid, path in found if (answer := answers.get(path))]), notes
+
+
+def _ask_processes(paths: Sequence[Path], seconds: float) -> dict[Path, dict[str, Any]]:
+    """The answer of each process that has not ended; empty of one that does not answer."""
     with ThreadPoolExecutor(_MAX_CONCURRENT) as pool:
-        answers = list(pool.map(_ask_process, (path for _, path in found)))
-    jobs = _jobs([(pid, path, answer) for (pid, path), answer in zip(found, answers, strict=True) if answer])
-    known = {pid for job in jobs for pid in job.pids}
-    silent = [pid for (pid, _), answer in zip(found, answers, strict=True) if answer == {} and pid not in known]
-    return jobs, [f"process {pid} does not answer: it begins, is stopped, or C code holds up Python" for pid in silent]
+        answers = pool.map(partial(_ask_process, seconds=seconds), paths)
+        return {path: answer for path, answer in zip(paths, answers, strict=True) if answer is not None}
 
 
-def _ask_process(path: Path) -> dict[str, Any] | None:
-    """The answer of a process; empty without one, None of a process that has ended."""
+def _ask_process(path: Path, seconds: float) -> dict[str, Any] | None:
     try:
-        return ask(path, {"request": "process"}, _PROCESS_SECONDS)
+        return ask(path, {"request": "process"}, seconds)
     except (ConnectionRefusedError, FileNotFoundError):
         with suppress(OSError):
             path.unlink()
