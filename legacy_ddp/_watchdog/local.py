@@ -26,7 +26,7 @@ _ANSWER_BYTES = 2**24  # of an answer, at most: a thousand ranks with as many st
 _PATH_BYTES = 107  # of the path of a Unix socket, at most: Linux has 108 with the zero at the end
 _PART_BYTES = 2**16
 _FOLDER = re.compile(r"legacy_ddp-(\d+)")
-_TRIES = 3  # another process may remove the folder, empty, after this process has made it
+_TRIES = 3  # before the last: another process may remove the folder, empty, after this process has made it
 _ROOT = 0
 
 
@@ -115,13 +115,11 @@ class LocalListener:
                 f"the path of its socket is too long: got {length} bytes ({self._path}), expected at most "
                 f"{_PATH_BYTES}; set TMPDIR to a shorter path"
             )
-        for attempt in range(1, _TRIES + 1):
-            try:
+        for _ in range(_TRIES):
+            with suppress(FileNotFoundError):
                 self.socket = self._listen()
                 return
-            except FileNotFoundError:
-                if attempt == _TRIES:
-                    raise
+        self.socket = self._listen()
 
     def _listen(self) -> socket.socket:
         folder = self._path.parent

@@ -1,8 +1,8 @@
 """Status server of a rank, and tasks outside of the training thread.
 
-The server answers requests of other ranks, and notices the end of the processes of the two neighbouring ranks. It also
-takes the requests of ``legacy-ddp watch`` from the Unix socket of the process, and hands them over: to answer them takes
-a poll of all ranks.
+The server answers requests of other ranks, and notices the end of the processes of the two neighbouring ranks. Requests
+of ``legacy-ddp watch`` come through the Unix socket of the process; they are read here, and answered by a poll of all
+ranks in another thread.
 """
 
 import hmac

@@ -395,7 +395,8 @@ def test_a_folder_that_cannot_be_trusted_is_used_by_neither_side(
 
 
 _AS_ANOTHER_USER = """
-import socket, sys
+import os, socket, sys
+os.setuid(65534)
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(sys.argv[1])
     try:
@@ -414,7 +415,7 @@ def test_another_user_gets_no_answer_even_through_an_open_folder(folder: Path) -
             opened.chmod(0o777)
 
         done = subprocess.run(
-            [sys.executable, "-c", _AS_ANOTHER_USER, str(path)], user=65534, cwd="/", capture_output=True, text=True
+            [sys.executable, "-c", _AS_ANOTHER_USER, str(path)], capture_output=True, text=True, timeout=120
         )
 
         assert (done.stdout, done.stderr) == ("b''\n", "")
@@ -626,7 +627,8 @@ _ROWS = st.lists(
             "note": _TEXTS,
             "is_advancing": st.booleans(),
             "is_busy": st.none() | st.booleans(),
-            "payloads": st.just(PayloadState()) | st.builds(PayloadState, serial=st.integers(1, 9), is_late=st.booleans()),
+            "payloads": st.just(PayloadState())
+            | st.builds(PayloadState, serial=st.integers(1, 9), is_late=st.booleans()),
             "wait": st.none() | _WAITS,
             "step_seconds": st.none() | st.floats(0, 1e6),
             "has_moved": st.booleans(),
@@ -663,7 +665,9 @@ def test_a_list_of_ranks_is_short_and_says_how_many(ranks: set[int]) -> None:
 
 
 def test_the_command_needs_no_torch(folder: Path) -> None:
-    code = "import sys; sys.modules['torch'] = None; from legacy_ddp.debug._cli import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import sys; sys.modules['torch'] = None; from legacy_ddp.debug._cli import main; sys.exit(main(sys.argv[1:]))"
+    )
     with _a_job(_described(_moving(0), _moving(1))):
         done = subprocess.run(
             [sys.executable, "-c", code, "watch"], cwd=ROOT, capture_output=True, text=True, timeout=120
