@@ -34,7 +34,7 @@ from legacy_ddp.debug._trace.summary import summarise
 _NAME = "legacy-ddp"
 _UNKNOWN = 2
 _INTERRUPTED = 130
-_DESCRIPTION = "Compare and read traces of training runs, watch jobs, explain errors, and port scripts."
+_DESCRIPTION = "Compare and read traces of runs, watch jobs, explain errors, and port scripts."
 _EPILOG = """exit status: 0 same on every rank, in every step that is in all traces given;
 1 different; 2 cannot tell (where the file of one rank ends before the others,
 say) or error; show, report and explain: 0 when done.
@@ -50,11 +50,12 @@ change means, a "decide" what is left to you. SCRIPT is read, and neither
 changed nor run.
 exit status: 0 the diff is complete, with notes or without; 2 a "decide" is
 left, nothing to port, or error."""
-_WATCH_EPILOG = """The command asks a rank of each job of this user on this host, and changes nothing.
-The rank polls all ranks of its job, those on other hosts, too. Who waits for
-whom is told from two polls that agree.
-PID is the process of a rank on this host. A job with checks="off" is not seen;
-of a job in a container the command must run there, and with the TMPDIR of the job.
+_WATCH_EPILOG = """The command asks one rank of each job of this user on this host, and changes
+nothing. The rank polls all ranks of its job, those on other hosts, too. Who
+waits for whom is told from two polls that agree.
+PID is the process of a rank on this host. A job with checks="off" is not seen.
+For a job in a container run the command in the container (docker exec), and
+for any job with the TMPDIR of the job.
 exit status: 0 the job moves, or waits no longer than its warn_after_seconds;
 1 a rank has waited for longer; 2 no job, or error."""
 _CLEAR = "\033[H\033[J"  # of a terminal: to the upper left, and remove what is below
