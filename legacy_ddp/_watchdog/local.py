@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+FORMAT = 1  # of the answers: the command may be that of another version of the library
 REQUEST_BYTES = 256  # of a request, at most
 _ANSWER_BYTES = 2**24  # of an answer, at most: a thousand ranks with as many stacks need less
 _PATH_BYTES = 107  # of the path of a Unix socket, at most: Linux has 108 with the zero at the end
@@ -209,7 +210,7 @@ def ask(path: Path, request: Mapping[str, Any], seconds: float) -> dict[str, Any
 
     Raises:
         ConnectionRefusedError: the process has ended.
-        OSError: no answer in time, or no object of JSON.
+        OSError: no answer in time, or none of this format.
     """
     deadline = time.monotonic() + seconds
     with socket.socket(socket.AF_UNIX) as connection:
@@ -221,8 +222,8 @@ def ask(path: Path, request: Mapping[str, Any], seconds: float) -> dict[str, Any
         answer = json.loads(line)
     except (ValueError, RecursionError):
         answer = None
-    if not isinstance(answer, dict):
-        raise OSError("the answer is no object of JSON")
+    if not isinstance(answer, dict) or answer.get("format") != FORMAT:
+        raise OSError(f"the answer is no object of JSON with format {FORMAT}")
     return answer
 
 

@@ -41,6 +41,7 @@ from legacy_ddp._watchdog.ending import (
     is_of_transport,
     watch_exit,
 )
+from legacy_ddp._watchdog.local import FORMAT
 from legacy_ddp._watchdog.process import Identity
 from legacy_ddp._watchdog.reports import Report, ReportFile, WarningPolicy
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
@@ -608,7 +609,7 @@ class LocalAnswers:
             if answer is not None:
                 connection.settimeout(ANSWER_SECONDS)  # of all bytes together
                 with suppress(OSError):  # the command did not wait for the answer, or does not read it
-                    connection.sendall(encode_message(answer))
+                    connection.sendall(encode_message({**answer, "format": FORMAT}))
         finally:
             self._connections.discard(connection)
             connection.close()

@@ -4,6 +4,7 @@ The command asks one rank of each job, through the Unix socket of its process. T
 with rows: the command needs neither torch nor the secrets of the job.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ _FORMAT = "legacy_ddp watch"
 _QUICK_SECONDS, _PROCESS_SECONDS = 0.3, 2.0
 _JOB_SECONDS = 30.0  # the rank polls all ranks twice: silent ranks on crowded machines take seconds
 _MAX_CONCURRENT = 32
+_WHY_SILENT = "it begins, is stopped, runs another version of the library, or C code holds up Python"
 _MAX_RANK_COLUMNS, _MAX_HOST_COLUMNS, _MAX_STATE_COLUMNS = 12, 16, 8
 _MAX_STACKS = 8
 
@@ -47,9 +49,13 @@ def find_jobs() -> tuple[list[Job], list[str]]:
         WatchError: a folder of sockets cannot be trusted.
     """
     found: list[tuple[int, Path]] = []
+    notes = []
     for folder, user in folders():
         if problem := problem_of(folder, user):
-            raise WatchError(problem)
+            if user == os.geteuid():
+                raise WatchError(problem)
+            notes.append(problem)  # any user can make a folder for root to find
+            continue
         with suppress(PermissionError, NotADirectoryError):
             found += sockets(folder)
     answers: dict[Path, dict[str, Any]] = {}
@@ -58,7 +64,7 @@ def find_jobs() -> tuple[list[Job], list[str]]:
         answers |= _ask_processes([path for _, path in silent], seconds)
         known = {pid for answer in answers.values() for pid in answer.get("pids", ())}
         silent = [(pid, path) for pid, path in found if answers.get(path) == {} and pid not in known]
-    notes = [f"process {pid} does not answer: it begins, is stopped, or C code holds up Python" for pid, _ in silent]
+    notes += [f"process {pid} does not answer: {_WHY_SILENT}" for pid, _ in silent]
     return _jobs([(pid, path, answer) for pid, path in found if (answer := answers.get(path))]), notes
 
 
@@ -130,9 +136,8 @@ def _no_job(jobs: Sequence[Job], pid: int | None, notes: Sequence[str]) -> str:
         return f"process {pid} is no rank of a job here: expected a rank, such as {', '.join(known)}"
     if notes:
         return f"no job answers: {'; '.join(first_few(notes, 3))}; try again"
-    of_user, _ = folders()[0] if folders() else (folder_of(0), 0)
     return (
-        f"no job: got no process in {of_user}, expected a rank of this user that has made a call; "
+        f"no job: got no process in {folder_of(os.geteuid())}, expected a rank of this user that has made a call; "
         'a job with checks="off" is not seen; run this in the container of the job, and with its TMPDIR'
     )
 

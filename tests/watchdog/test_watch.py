@@ -30,7 +30,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._explain.job import describe_job
 from legacy_ddp._explain.missing import poll_ranks
 from legacy_ddp._watchdog.client import Outcome, encode_message
-from legacy_ddp._watchdog.local import REQUEST_BYTES, LocalListener, ask, folder_of
+from legacy_ddp._watchdog.local import FORMAT, REQUEST_BYTES, LocalListener, ask, folder_of
 from legacy_ddp._watchdog.process import DEAD, DEBUGGER, RUNNING, STOPPED, Sample
 from legacy_ddp._watchdog.server import StatusServer
 from legacy_ddp._watchdog.stall import Wait
@@ -200,6 +200,25 @@ def test_several_jobs_are_a_table_and_a_process_chooses_one(tmp_path: Path) -> N
     assert one.startswith(f"2 ranks on {own['hosts'][0]}, process {own['pid']}: ")
 
 
+def _in_two_groups(rank: int, folder: Path) -> Any:
+    tempfile.tempdir = str(folder)
+    pair = dist.new_group([0, 1])
+    checks = Checks(warn_after_seconds=CALM_SECONDS, report_dir=folder)
+    groups = [pair, None] if rank < 2 else [None]
+    for group in groups:
+        model = LegacyDistributedDataParallel(nn.Linear(4, 2), process_group=group, checks=checks)
+        model(torch.full((3, 4), 1.0 + rank)).sum().backward()
+        model.all_reduce()
+    dist.barrier()
+    found = json.loads(_watch_command("--json")[1])["jobs"], len(list(folder_of(os.geteuid()).iterdir()))
+    dist.barrier()
+    return [job["size"] for job in found[0]], found[1]
+
+
+def test_a_process_of_several_groups_answers_for_the_largest_and_has_one_socket(tmp_path: Path) -> None:
+    assert _run(_in_two_groups, 3, tmp_path) == [([3], 3)] * 3
+
+
 def _with_a_child(rank: int, folder: Path) -> Any:
     training = _train(folder)
     path = folder_of(os.geteuid()) / str(os.getpid())
@@ -282,7 +301,7 @@ def _a_job(*answers: dict[str, Any]) -> Iterator[list[Any]]:
         else:
             said = left.pop(0) if len(left) > 1 else left[0]
         with connection, suppress(OSError):
-            connection.sendall(encode_message(said))
+            connection.sendall(encode_message({"format": FORMAT, **said}))
 
     server = StatusServer(0, lambda _: {}, lambda *_: None, on_local=answer)
     server.start(None)
@@ -464,7 +483,7 @@ def test_silent_connections_are_closed_and_release_their_descriptors(folder: Pat
             client.close()
 
         assert ask(path, {"request": "process"}, 30)["size"] == 2
-        assert len(open_files()) == before
+        _await(lambda: len(open_files()) == before)  # the last connection is closed behind its answer
 
 
 def test_a_client_that_goes_away_before_the_answer_changes_nothing(folder: Path) -> None:
@@ -706,6 +725,24 @@ def test_a_process_that_is_no_rank_is_an_error_with_a_rank(folder: Path) -> None
     assert (status, text) == (2, "")
     expected = f"process 1 is no rank of a job here: expected a rank, such as {os.getpid()}"
     assert expected in " ".join(errors.split())
+
+
+def test_a_process_of_another_version_is_named(folder: Path) -> None:
+    with _a_job({"format": FORMAT + 1, "rows": "something else"}):
+        status, text, errors = _watch_command()
+
+    assert (status, text) == (2, "")
+    assert f"no rank of the job of process {os.getpid()} answers" in " ".join(errors.split())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_root_sees_the_jobs_of_all_users_and_leaves_out_a_folder_that_somebody_else_made(folder: Path) -> None:
+    (folder.parent / "legacy_ddp-4242").mkdir(0o700)
+    with _a_job(_described(_moving(0), _moving(1))):
+        status, text, errors = _watch_command()
+
+    assert (status, text.splitlines()[0]) == (0, f"2 ranks on vm, process {os.getpid()}: moving")
+    assert "legacy_ddp-4242 is of another user: got user 0, expected 4242" in errors
 
 
 def test_a_process_that_does_not_answer_is_named(folder: Path) -> None:
