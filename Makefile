@@ -42,11 +42,11 @@ DOCS_PACKAGES := torch lightning sphinx myst_parser pydata_sphinx_theme sphinx_c
 PYTEST_OPTIONS = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(PY) -m pytest $(PYTEST_OPTIONS)
 # Tests that need torch and pytest alone.
-CORE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproducible step_guard transport watchdog \
+CORE_TESTS = $(addprefix tests/,call memory ranks replicas reproducible steps watchdog \
 	debug/cross_check debug/operations) $(wildcard tests/test_*.py)
 
 # Folders with tests that run on a device, too.
-DEVICE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproducible step_guard test_devices.py \
+DEVICE_TESTS = $(addprefix tests/,call memory ranks replicas reproducible steps test_devices.py \
 	debug/cross_check debug/diff debug/operations debug/trace) $(wildcard tests/debug/test_*.py)
 
 # $(call needs,modules): with PYTHON=, say what is missing before a traceback does.

@@ -33,8 +33,8 @@ class LossScaler(Protocol):
 class Checks:
     """Checks of every :meth:`~LegacyDistributedDataParallel.all_reduce`, in addition to the comparison of headers.
 
-    A warning is never raised: if a filter turns warnings into errors (``-W error``), the warning goes to the logger
-    ``legacy_ddp``, because an exception on a single rank would leave the other ranks waiting.
+    A warning is a record of the logger ``legacy_ddp``, and never raised: an exception on a single rank would leave the
+    other ranks waiting.
 
     The wrapper refuses a setting without effect at its level, with a ValueError: at level ``"off"`` the reactions
     ``"raise"`` and ``"skip"`` of ``nonfinite``, ``divergence`` and ``edited``; at level ``"detail"``
@@ -95,8 +95,9 @@ class Checks:
             saved; of buffers that differ and have changed on every rank since the first forward; and of running
             statistics of torch's normalisation layers that differ and have changed on a rank where the layer is in
             training. Statistics of frozen layers are compared.
-        warn_after_seconds: seconds that a rank waits, or that a payload runs on a device, before a warning names the
-            missing ranks and their activity; from the third call on. All wrappers on a process group have the value of
+        warn_after_seconds: seconds that a rank waits, in a call or in a collective of the script, or that a payload
+            runs on a device, before a warning names the missing ranks and their activity. In the first two calls the
+            first warning is one line. All wrappers on a process group have the value of
             the first, as for ``report_dir``.
         report_dir: the directory for the report file of every rank; None: the system's temporary directory.
 

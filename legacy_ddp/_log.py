@@ -91,17 +91,19 @@ class _RankLogger(logging.LoggerAdapter[logging.Logger]):
             else:
                 LOGGER.handle(record)
         except Exception as error:  # noqa: BLE001 - of the script
+            if record is None:  # the record factory of the script has raised
+                record = logging.LogRecord(LOGGER.name, level, "", 0, printable_lines(str(msg)), args, None)
+                vars(record).update(self.extra or {})
             _show_unlogged(record, error)
 
 
-def _show_unlogged(record: logging.LogRecord | None, error: Exception) -> None:
+def _show_unlogged(record: logging.LogRecord, error: Exception) -> None:
     """Write a record to stderr, and why it is not in the log: ``error``, of a handler, a filter or a record factory."""
     if not logging.raiseExceptions:  # with this setting Python, too, shows no error of a handler
         return
     with contextlib.suppress(Exception):
-        lines = [_DEFAULT.format(record)] if record is not None else []
-        lines.append(f"(legacy_ddp: the log of the script raised {error_line(error)})")
-        sys.stderr.write("".join(f"{line}\n" for line in lines))
+        why = f"(legacy_ddp: the log of the script raised {error_line(error)})"
+        sys.stderr.write(f"{_DEFAULT.format(record)}\n{why}\n")
         sys.stderr.flush()
 
 

@@ -169,7 +169,7 @@ def test_json_has_the_facts_of_calls_and_warnings_on_every_rank(tmp_path: Path) 
         events = [(line["event"], line["level"]) for line in lines]
         call = ("call", "DEBUG")
         assert sorted(events) == sorted(
-            [("construction", "INFO"), ("transport", "INFO"), ("warning", "WARNING"), call, call]
+            [("construction", "INFO"), ("transport", "INFO"), ("warning", "DEBUG" if rank else "WARNING"), call, call]
         )
         first, second = (line for line in lines if line["event"] == "call")
         assert (first["call"], second["call"]) == ("all_reduce() call 1", "all_reduce() call 2")
@@ -177,7 +177,6 @@ def test_json_has_the_facts_of_calls_and_warnings_on_every_rank(tmp_path: Path) 
         assert {"plan", "pack", "agree", "payload", "alias"} <= set(first["seconds"])
         (warning,) = (line for line in lines if line["event"] == "warning")
         assert "rank 1" in str(warning["message"])
-        assert errors.count("UserWarning: ") == (1 if rank == 0 else 0)  # as without JSON
 
 
 def test_every_record_has_every_attribute_for_a_handler_of_the_script(tmp_path: Path) -> None:
@@ -246,10 +245,6 @@ _RAISING = {
     "a handler": "logging.getLogger('legacy_ddp').addHandler(type('H', (logging.Handler,), {'emit': fail})())",
     "a filter": "logging.getLogger('legacy_ddp').addFilter(fail)",
     "a record factory": "logging.setLogRecordFactory(fail)",
-    "showwarning()": "warnings.showwarning = fail",
-    "a filter and warnings that are errors": (
-        "logging.getLogger('legacy_ddp').addFilter(fail); warnings.simplefilter('error', UserWarning)"
-    ),
 }
 _WITH_RAISING = """
     def fail(*_, **__):
@@ -268,10 +263,8 @@ def test_what_the_script_adds_to_the_log_may_raise_on_one_rank_and_ends_no_call(
 
     assert "all_reduce() call 2: 16 bytes" in second
     assert "non-finite" in first  # of the warning
-    if what != "showwarning()":
-        assert "(legacy_ddp: the log of the script raised ValueError: the disk of the log\\x1b[31m is full)" in first
-    if what in ("a handler", "a filter"):
-        assert re.search(rf"(?m)^{_TIME} DEBUG legacy_ddp rank 0: all_reduce\(\) call 2: 16 bytes", first), first
+    assert "(legacy_ddp: the log of the script raised ValueError: the disk of the log\\x1b[31m is full)" in first
+    assert re.search(rf"(?m)^{_TIME} DEBUG legacy_ddp rank 0: all_reduce\(\) call 2: 16 bytes", first), first
 
 
 def test_ctrl_c_in_a_handler_ends_what_it_interrupts(tmp_path: Path) -> None:

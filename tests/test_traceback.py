@@ -282,7 +282,7 @@ def test_the_line_points_to_the_first_rank_of_the_group_counted_in_the_job(tmp_p
     _, first, other = _run(tmp_path, script)
 
     assert _tracebacks(first) == 1
-    assert re.search(r"_call/all_reduce\.py\", line \d+, in all_reduce_gradients", first)
+    assert re.search(r"_wrapper\.py\", line \d+, in all_reduce_gradients", first)
     told = _DISAGREE.replace("call 1", "call 1 of wrapper 1 (Linear)")  # the model is wrapped, too
     assert _is_pointer(other, told, rank=1)
 

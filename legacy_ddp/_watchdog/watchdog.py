@@ -189,7 +189,7 @@ class Watchdog:
     def note_end(self) -> None:
         """At the end of this process: tell which rank ended first, if a lost connection of the script is the error."""
         error = ending_error()
-        if self._first_end is not None or error is None or not is_of_transport(error):
+        if self._first_end is not None or error is None or not (self._is_of_process and is_of_transport(error)):
             return
         self._first_end = _UNKNOWN_END
         deadline = time.monotonic() + _CAUSE_SECONDS
@@ -261,8 +261,7 @@ class Watchdog:
         if (late := self._payloads.take_late()) is not None:
             self._background.submit(self._warn_of_payload, late)
         seconds = [self._payloads.seconds_to_look()]
-        # One watchdog of the process looks at what happens outside of calls: that of its largest group.
-        if _largest() is self:
+        if self._is_of_process:
             self._stalls.look(self._status.stall)
             seconds.append(self._status.stall.seconds_to_look())
         return min((limit for limit in seconds if limit is not None), default=None)
@@ -272,12 +271,18 @@ class Watchdog:
         if not payload.is_complete():
             payload.is_told = self._policy.tell_in_full(report)
 
+    @property
+    def _is_of_process(self) -> bool:
+        """Whether this watchdog tells what happens outside of calls: that of the largest group of the process."""
+        return _largest() is self
+
     def _on_closed(self, rank: int, exit_reason: str | None) -> None:
         if exit_reason is None:
             self._background.submit(self._check_neighbour, rank)
             return
         self._status.exit_reasons[rank] = exit_reason
-        if is_fault(exit_reason) and self.rank == (rank + 1) % len(self._view.peers):  # one of its two neighbours
+        is_next = self.rank == (rank + 1) % len(self._view.peers)  # one of its two neighbours
+        if is_next and self._is_of_process and is_fault(exit_reason):
             self._background.submit(self._tell_end, rank, exit_reason)
 
     def _tell_end(self, rank: int, reason: str) -> None:
@@ -558,20 +563,19 @@ class StallReports:
         report = explainer().stall(rows, self._view.global_ranks)
         if report is not None:
             self._shown_on = report.reporters
-            self._show(asdict(report))
+            self._show(asdict(report), report.reporters)
 
     def _end(self) -> None:
-        """The wait of a rank has ended."""
-        if self._shown_on:
-            self._show(None)
-            self._shown_on, self._composed_at = (), float("-inf")
+        """The wait of a rank has ended. The first of the ranks that tell is enough."""
+        with self._lock:
+            ranks, self._shown_on, self._composed_at = self._shown_on, (), float("-inf")
+        self._show(None, ranks)
 
-    def _show(self, report: Message | None) -> None:
+    def _show(self, report: Message | None, ranks: Sequence[int]) -> None:
         message = {"request": "stall", "what": "show", "report": report}
-        own = self._view.own.rank
-        if own in self._shown_on:
+        if self._view.own.rank in ranks:
             self.answer(message)
-        request_all(self._view.others(self._shown_on), message, self._view.own.identity)
+        request_all(self._view.others(ranks), message, self._view.own.identity)
 
 
 class LocalAnswers:

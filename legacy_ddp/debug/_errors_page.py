@@ -24,8 +24,12 @@ _PACKAGE = Path(__file__).parents[1]
 _MAKERS = {"desync_error": "DesyncError", "import_error": "ImportError"}
 # Errors that many functions raise besides their own error.
 _COMMON = ("AgreedError", "LegacyDDPError", "LostPeerError", "TypeError", "ValueError", "ImportError", "KeyError")
-# Folders with modules that write the texts of errors that other modules raise.
-_OF_FOLDERS = {
+# Modules that write the texts of errors that other modules raise, by the begin of their paths: the first counts.
+_OF_OTHERS = {
+    "_explain/missing": ("SyncTimeoutError", "PeerLostError", "Ranks have waited"),
+    "_explain/stall": ("Ranks have waited",),
+    "_explain/nonfinite": ("NonFiniteGradientError", "Gradients are not finite"),
+    "_explain": ("ReplicaDivergenceError", "Replicas differ"),
     "_watchdog": ("SyncTimeoutError", "PeerLostError", "Ranks have waited"),
     "_replicas": ("ReplicaDivergenceError",),
 }
@@ -39,7 +43,8 @@ def read_texts(titles: Mapping[str, Titles]) -> Iterator[tuple[str, Titles]]:
     for path in sorted(_PACKAGE.rglob("*.py")):
         place = path.relative_to(_PACKAGE).as_posix()
         if not place.startswith(_RESULTS):
-            known = (titles[name] for name in _OF_FOLDERS.get(place.partition("/")[0], ()))
+            of_others = next((names for begin, names in _OF_OTHERS.items() if place.startswith(begin)), ())
+            known = (titles[name] for name in of_others)
             yield from _Module(titles, ast.parse(path.read_text(encoding="utf-8"))).texts(Titles().union(*known))
 
 

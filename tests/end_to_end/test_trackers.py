@@ -77,6 +77,7 @@ def test_tensorboard_has_norms_and_waits_of_both_ranks_and_seconds_of_phases(tmp
     assert {len(values) for values in seen.values()} == {2}  # calls 10 and 20
 
 
+@pytest.mark.thorough
 def test_weights_and_biases_has_the_same_without_a_network(tmp_path: Path) -> None:
     after = """
         seen = {key: value for key, value in dict(run.summary).items() if key[0] != "_"}

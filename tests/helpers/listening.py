@@ -28,6 +28,7 @@ def listen(function: Callable[..., Any], folder: Path, rank: int, *args: Any) ->
     """Child: keep in a file whatever it says until its process ends: log records, and what reaches stderr otherwise."""
     os.dup2(os.open(said_path(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
     handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
     logging.getLogger("legacy_ddp").addHandler(handler)
     return function(rank, folder, *args)

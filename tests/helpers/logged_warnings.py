@@ -17,7 +17,7 @@ class _Handler(logging.Handler):
     """Keeps the texts of those warnings, and of no other record, without the line of the script and the command."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self.told: list[Told] = []
         self.sections: list[str] = []  # that the commands name
 
@@ -33,8 +33,10 @@ _handler = _Handler()
 
 
 def listen() -> None:
-    """Begin to keep them."""
-    logging.getLogger("legacy_ddp").addHandler(_handler)
+    """Begin to keep them, also those of other ranks than rank 0, which have level DEBUG."""
+    logger = logging.getLogger("legacy_ddp")
+    logger.addHandler(_handler)
+    logger.setLevel(logging.DEBUG)
 
 
 def take() -> list[str]:

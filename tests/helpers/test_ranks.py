@@ -109,7 +109,7 @@ _CHANGES: dict[str, Callable[[], object]] = {
     "signal": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
     "limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000)),
     "excepthook": lambda: setattr(sys, "excepthook", print),
-    "logger": lambda: logging.getLogger("legacy_ddp").setLevel(logging.DEBUG),
+    "logger": lambda: logging.getLogger("legacy_ddp").setLevel(logging.INFO),
     "dtype": lambda: torch.set_default_dtype(torch.float64),
     "module hook": lambda: register_module_forward_hook(lambda *_: None),
     "constant": lambda: setattr(plan, "SMALLEST_BYTES", 1),

@@ -19,13 +19,15 @@ from tests.helpers import devices, tiers
 
 HOST, GLOO, DEVICE = "host", "gloo", "device"
 
-_FOLDERS = ("agreement", "collectives", "transport")
+_FOLDERS = ("call", "ranks")
 _MODULES = ("tests.watchdog.test_lost_ranks",)
-_SOAK_FOLDERS = ("buckets", "replicas", "reproducible", "step_guard", "watchdog")
+_SOAK_FOLDERS = ("memory", "replicas", "reproducible", "steps", "watchdog")
 _DEVICE_MODULE = "test_devices"
 # What runs on the simulated device, too. It has no memory of its own, and modes of torch do not see its operations.
-_SIMULATED = (_DEVICE_MODULE, "agreement", "collectives", "replicas", "reproducible", "step_guard")
-_DEVICE_FOLDERS = (*_SIMULATED, "buckets", "debug")
+_SIMULATED = (_DEVICE_MODULE, "call", "replicas", "reproducible", "steps")
+_DEVICE_FOLDERS = (*_SIMULATED, "memory", "debug")
+_ON_AGREEMENT = ("agreement", "blame", "context", "header_faults", "many_ranks", "odd_exceptions", "precedence")
+_ON_DEVICES = tuple(f"tests.ranks.test_{name}" for name in (*_ON_AGREEMENT, "user_exceptions", "wrap_order"))
 _SIMULATED_MODULES = ("tests.debug.cross_check", "tests.debug.test_recorder", "tests.debug.test_check_replicas")
 
 current = HOST
@@ -72,8 +74,9 @@ def _runs_on_device(module: str, folder: str, marks: set[str]) -> bool:
     if marks & {"cpu", "gpu"}:
         return False
     if devices.is_real():
-        return folder in _DEVICE_FOLDERS
-    can_run = folder in _SIMULATED or module in _SIMULATED_MODULES or module.rpartition(".")[0] in _SIMULATED_MODULES
+        return folder in _DEVICE_FOLDERS or module in _ON_DEVICES
+    modules = (*_SIMULATED_MODULES, *_ON_DEVICES)
+    can_run = folder in _SIMULATED or module in modules or module.rpartition(".")[0] in modules
     return devices.CAN_SIMULATE and can_run and not marks & {"unsimulated", "thorough"}
 
 

@@ -46,7 +46,7 @@ class _Logged:
         self._log = log
         self.file: Any = _File()
         self.policy = WarningPolicy(0, self.file, warn_after_seconds=4.0)
-        self.policy.begin(warns=True)
+        self.policy.begin(is_early=False)
 
     def warn(self, report: Report) -> list[str]:
         self.policy.warn(report)
@@ -71,11 +71,36 @@ def test_a_check_is_due_after_the_limit_then_at_twice_the_time_and_not_during_a_
     assert [policy.is_due(seconds) for seconds in (7.9, 8.0)] == [False, True]
     policy.end_check()
 
-    policy.begin(warns=True)
+    policy.begin(is_early=False)
     assert policy.is_due(4.0)
     policy.end_check()
-    policy.begin(warns=False)
-    assert not policy.is_due(1e9)
+
+
+def test_the_first_calls_begin_with_a_line_and_go_on_with_the_report(rank_0: _Logged) -> None:
+    rank_0.policy.begin(is_early=True)
+
+    assert rank_0.warn(BAD) == [f"{BAD.head}, in one of the first calls"]
+    assert rank_0.warn(BAD) == [FULL]
+
+
+def test_a_wait_outside_of_calls_is_told_at_twice_the_time_and_its_end_once(rank_0: _Logged) -> None:
+    def warn(seconds: float, **changes: Any) -> list[str]:
+        rank_0.policy.warn_of_stall(replace(BAD, seconds=seconds, **changes))
+        return rank_0.logged()
+
+    assert [warn(seconds) for seconds in (4.0, 5.0, 7.9, 8.0, 9.0)] == [
+        [FULL],
+        [],  # of another rank that waits, too
+        [],
+        [f"{BAD.head}, as reported"],
+        [],
+    ]
+    rank_0.policy.end_stall()
+    assert rank_0.logged() == ["the wait outside of calls has ended"]
+    rank_0.policy.end_stall()
+    assert rank_0.logged() == []
+    assert [warn(seconds, is_busy=True) for seconds in (4.0, 8.0, 16.0)] == [[BAD.head], [], []]
+    assert warn(4.0, is_busy=True) == [BAD.head]  # a later wait, in the same place
 
 
 def test_a_report_is_logged_in_full_and_filed_once_a_call_and_the_success_is_logged(rank_0: _Logged) -> None:
@@ -86,7 +111,7 @@ def test_a_report_is_logged_in_full_and_filed_once_a_call_and_the_success_is_log
     rank_0.policy.end("a call")
     assert rank_0.logged() == ["a call: all ranks have arrived, and the call has succeeded"]
 
-    rank_0.policy.begin(warns=True)
+    rank_0.policy.begin(is_early=False)
     assert rank_0.warn(BAD) == [FULL]
     assert rank_0.file.texts == [BAD.filed] * 3
 
@@ -99,7 +124,7 @@ def test_a_computing_rank_is_one_line_once_at_each_place_and_again_in_the_next_c
     assert rank_0.file.texts == []
     assert rank_0.warn(replace(busy, summary="elsewhere")) == [FULL]
 
-    rank_0.policy.begin(warns=True)
+    rank_0.policy.begin(is_early=False)
     assert rank_0.warn(replace(busy, summary="elsewhere")) == one_line
 
 

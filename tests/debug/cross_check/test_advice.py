@@ -16,7 +16,13 @@ PACKAGE = Path(legacy_ddp.__file__).parent
 # Texts about operations and about replicas are in reports of a cross-check, too.
 FILES = sorted(
     path
-    for pattern in ("debug/_cross*.py", "debug/_cross_check/*.py", "debug/_operations/*.py", "_replicas/*.py")
+    for pattern in (
+        "debug/_cross*.py",
+        "debug/_cross_check/*.py",
+        "debug/_operations/*.py",
+        "_replicas/*.py",
+        "_explain/[acer]*.py",
+    )
     for path in PACKAGE.glob(pattern)
 )
 # The name before an open parenthesis, and all that follows in it up to the argument.

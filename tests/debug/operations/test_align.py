@@ -246,6 +246,7 @@ def test_an_input_more_is_a_difference() -> None:
     assert (found.kind, found.differing, found.differing_values) == ("input", (2,), ())
 
 
+@pytest.mark.thorough
 def test_a_hundred_thousand_operations() -> None:
     drawn = random.Random(0)
     long = [operation("mul", [f"v{i}"], [f"v{i + 1}"], module=f"{drawn.randrange(300)}") for i in range(100_000)]
@@ -351,6 +352,7 @@ def test_common_items_between_two_near_differences_are_paired() -> None:
     assert [(block.start_a, block.start_b) for block in blocks(a, b) if block.is_common] == [(0, 0), (1, 3), (2, 5)]
 
 
+@pytest.mark.thorough
 def test_a_hundred_thousand_keys_with_a_difference_in_every_tenth() -> None:
     a = [f"{index % 1000}" for index in range(100_000)]
     b = [key for index, key in enumerate(a) if index % 10 != 3]

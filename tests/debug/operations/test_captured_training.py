@@ -352,6 +352,7 @@ assert names.count("aten::gelu_backward") == 1, names
 """
 
 
+@pytest.mark.thorough
 def test_compiled_code_stays_compiled_and_its_operations_are_seen() -> None:
     assert _errors(COMPILED) == ""
 

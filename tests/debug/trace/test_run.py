@@ -136,6 +136,7 @@ def test_a_rank_file_that_fails_to_be_read_is_named(tmp_path: Path) -> None:
     assert _refused(tmp_path) == f"{path} cannot be read: Input/output error"
 
 
+@pytest.mark.thorough
 def test_a_thousand_ranks_need_few_open_files(tmp_path: Path) -> None:
     write_trace(tmp_path, world_size=1000, steps=1, names={"settings": ("lr",)})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,0 +1,243 @@
+"""Waits and ends outside of the calls of the library: in collectives of the script, before and behind the training."""
+
+import re
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from tests.helpers.listening import Training, listen, run_silently, said
+from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import fork_scripts
+
+SECONDS = 0.4  # warn_after_seconds
+ENDED = "the wait outside of calls has ended"
+
+
+def said_by_any(folder: Path) -> str:
+    return "".join(path.read_text() for path in folder.glob("said-by-rank-*.txt"))
+
+
+def _hold(folder: Path, text: str) -> None:
+    """Do nothing until a rank has said ``text``. The limit of the test is the limit of this wait."""
+    while text not in said_by_any(folder):
+        threading.Event().wait(0.02)
+
+
+def _lock(rank: int, folder: Path) -> None:
+    if rank == 0:
+        _hold(folder, "innermost last")
+    dist.barrier()
+
+
+def _evaluates(rank: int, folder: Path) -> None:
+    if rank == 0:
+        _evaluate(folder)
+    dist.barrier()
+
+
+def _evaluate(folder: Path) -> None:
+    """Compute until four times the time of the first warning have passed."""
+    end = float("inf")
+    while time.monotonic() < end:
+        torch.randn(200, 200).mm(torch.randn(200, 200))
+        if end == float("inf") and "busy" in said_by_any(folder):
+            end = time.monotonic() + 4 * SECONDS
+
+
+def _receives(rank: int, folder: Path) -> None:
+    if rank == 0:
+        _hold(folder, "innermost last")
+        dist.send(torch.ones(1), 1)
+    elif rank == 1:
+        dist.recv(torch.ones(1), 0)
+    dist.barrier()
+
+
+def _subgroup(rank: int, folder: Path) -> None:
+    group = dist.new_group([0, 1])
+    if rank == 1:
+        _hold(folder, "innermost last")
+    if rank < 2:
+        dist.barrier(group)
+    else:
+        _hold(folder, "innermost last")  # what this rank does is its own business
+    dist.barrier()
+
+
+def _waits_for_work(rank: int, folder: Path) -> None:
+    if rank == 0:
+        _hold(folder, "innermost last")
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def _told(rank: int, folder: Path, scene: Callable[[int, Path], None]) -> None:
+    training = Training(folder, warn_after_seconds=SECONDS)
+    scene(rank, folder)
+    training.step()
+    if rank == 0:
+        _hold(folder, ENDED)
+    dist.barrier()
+
+
+def _place(function: str) -> str:
+    return rf"at watchdog/test_outside\.py:\d+ in {function}"
+
+
+TOLD = {
+    "lock": (
+        _lock,
+        rf"ranks 1-2 have waited \d+ s in barrier\(\) {_place('_lock')}; rank 0 is not there: {_place('_hold')}, idle",
+    ),
+    "receives": (
+        _receives,
+        rf"rank 1 has waited \d+ s in recv\(\) for rank 0 {_place('_receives')}; rank 2 has waited \d+ s in "
+        rf"barrier\(\) {_place('_receives')}; rank 0 is not there: {_place('_hold')}, idle",
+    ),
+    "subgroup": (
+        _subgroup,
+        rf"rank 0 has waited \d+ s in barrier\(\) of ranks 0-1 {_place('_subgroup')}; rank 1 is not there: "
+        rf"{_place('_hold')}, idle",
+    ),
+    "work": (
+        _waits_for_work,
+        rf"ranks 1-2 have waited \d+ s in wait\(\) {_place('_waits_for_work')}; rank 0 is not there: "
+        rf"{_place('_hold')}, idle",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_rank_that_others_wait_for_outside_of_calls_is_named_once_with_places_and_stacks(
+    name: str, tmp_path: Path
+) -> None:
+    scene, expected = TOLD[name]
+    run_ranks(partial(listen, _told, tmp_path), 3, scene, fresh=True)
+    text = " ".join(" ".join(said(tmp_path, 0)).split())
+
+    told = re.findall(rf"legacy_ddp WARNING: outside of calls: {expected}(, as reported)?", text)
+    assert told[:1] == [""], text
+    assert all(told[1:])  # once in full
+    assert "stack of rank 0, innermost last:" in text
+    assert ENDED in text
+    assert said(tmp_path, 1) == said(tmp_path, 2) == []
+
+
+def test_a_rank_that_computes_alone_is_one_calm_line(tmp_path: Path) -> None:
+    run_ranks(partial(listen, _told, tmp_path), 3, _evaluates, fresh=True)
+    lines = [line for line in said(tmp_path, 0) if ENDED not in line]
+
+    assert len(lines) == 1
+    assert re.search(r"ranks 1-2 have waited \d+ s in barrier\(\) .*; rank 0 is not there: .*, busy$", lines[0])
+
+
+def _healthy(rank: int, folder: Path) -> None:
+    """Collectives of the script, and a pipeline of sends, for many looks."""
+    training = Training(folder, warn_after_seconds=0.2)
+    end = time.monotonic() + 4.0
+    stop = torch.zeros(1)
+    while not stop.item():
+        training.step()
+        dist.all_reduce(torch.ones(3))
+        if rank > 0:
+            dist.recv(torch.ones(1), rank - 1)
+        if rank < 2:
+            dist.send(torch.ones(1), rank + 1)
+        dist.barrier()
+        stop.fill_(float(time.monotonic() > end and rank == 0))
+        dist.broadcast(stop, 0)
+
+
+def test_a_loop_that_moves_is_silent(tmp_path: Path) -> None:
+    run_silently(_healthy, 3, tmp_path)
+
+
+def _waits_in_a_call(rank: int, folder: Path) -> None:
+    training = Training(folder, warn_after_seconds=SECONDS)
+    if rank == 0:
+        _hold(folder, "innermost last")
+    training.step()
+
+
+def test_a_wait_in_a_call_is_told_by_the_call_alone(tmp_path: Path) -> None:
+    run_ranks(partial(listen, _waits_in_a_call, tmp_path), 2, fresh=True)
+
+    assert "outside of calls" not in said_by_any(tmp_path)
+
+
+# Before the first call
+
+
+def _late(rank: int, folder: Path, level: str) -> None:
+    if rank == 0 and level == "off":
+        time.sleep(3 * SECONDS)
+    elif rank == 0:
+        _hold(folder, "has not come")
+    LegacyDistributedDataParallel(nn.Linear(1, 1), checks=Checks(level, warn_after_seconds=SECONDS))
+
+
+@pytest.mark.parametrize("level", ["info", "off"])
+def test_ranks_that_do_not_come_to_the_constructor_are_named_by_one_rank(level: str, tmp_path: Path) -> None:
+    run_ranks(partial(listen, _late, tmp_path), 3, level, fresh=True)
+    lines = [line for rank in range(3) for line in said(tmp_path, rank) if "has not come" in line]
+
+    assert all("rank 0 has not come within" in line for line in lines)
+    assert bool(lines) == (level == "info")
+    assert len({line.split(" within ")[0] for line in lines}) <= 1
+
+
+# The end of a rank
+
+_SCRIPT = """
+import os, signal, sys, datetime
+import torch, torch.distributed as dist
+from torch import nn
+from legacy_ddp import LegacyDistributedDataParallel
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=3)
+model = LegacyDistributedDataParallel(nn.Linear(2, 1))
+for _ in range(2):
+    model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+    model.all_reduce()
+def validate():
+    {how}
+if rank == 1:
+    validate()
+found = [None] * 3
+dist.all_gather_object(found, rank)
+"""
+ENDS = {
+    "an exception": ('raise ValueError("bad batch 17")', "with ValueError: bad batch 17, at script.py:14 in validate"),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "unexpectedly"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_rank_that_ended_first_is_told_at_once_and_behind_the_error_of_every_survivor(
+    how: str, tmp_path: Path
+) -> None:
+    code, expected = ENDS[how]
+    (tmp_path / "script.py").write_text(textwrap.dedent(_SCRIPT).format(how=code))
+    runs = fork_scripts([("script.py",)] * 3, [{"RANK": str(rank)} for rank in range(3)], cwd=tmp_path)
+    texts: list[Any] = [run.stderr for run in runs]
+
+    assert 0 not in [run.returncode for run in runs]
+    told = [[line for line in text.splitlines() if "legacy_ddp rank" in line and expected in line] for text in texts]
+    assert told[1] == []
+    at_the_end = "this rank ends because the connection to it is lost"
+    for rank in (0, 2):
+        assert [line for line in told[rank] if at_the_end in line] != [], texts[rank]
+        assert texts[rank].index("RuntimeError: ") < texts[rank].index(at_the_end)
+    assert [line for rank in (0, 2) for line in told[rank] if at_the_end not in line] != []
