@@ -258,10 +258,24 @@ def test_a_job_with_checks_off_is_not_seen(tmp_path: Path) -> None:
 
 
 def _with_an_open_folder(rank: int, folder: Path) -> Any:
+    records = _Records()
+    logging.getLogger("legacy_ddp").addHandler(records)
     logging.getLogger("legacy_ddp").setLevel(logging.INFO)
     _train(folder)
     dist.barrier()
-    return _watch_command()
+    return records.of_socket, _watch_command()
+
+
+class _Records(logging.Handler):
+    """``of_socket``: level and text of the records on the Unix socket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_socket: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if vars(record).get("event") == "local_socket":
+            self.of_socket.append((record.levelno, record.getMessage()))
 
 
 def test_a_folder_that_is_open_to_others_is_not_used_and_the_training_goes_on(tmp_path: Path) -> None:
@@ -269,11 +283,12 @@ def test_a_folder_that_is_open_to_others_is_not_used_and_the_training_goes_on(tm
     folder.mkdir()
     folder.chmod(0o755)
 
-    for rank, (status, text, errors) in enumerate(_run(_with_an_open_folder, 2, tmp_path)):
+    for records, (status, text, errors) in _run(_with_an_open_folder, 2, tmp_path):
         assert (status, text) == (2, "")
         assert "is open to other users: got mode 0755, expected 0700; run chmod 700" in " ".join(errors.split())
-        (line,) = [line for line in said(tmp_path, rank) if "legacy-ddp watch" in line]
-        assert line.startswith(f"legacy_ddp INFO: legacy-ddp watch does not find this process: {folder} is open")
+        ((level, line),) = records
+        assert level == logging.INFO
+        assert line.startswith(f"legacy-ddp watch does not find this process: {folder} is open to other users")
     assert list(folder.iterdir()) == []
 
 
