@@ -6,7 +6,7 @@ after a fault: a process without free file descriptors, or at its end, can impor
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from legacy_ddp._call.nonfinite import NonFinite
@@ -108,6 +108,12 @@ class Explainer(Protocol):
 
     def stall(self, rows: "Sequence[Row]", global_ranks: Sequence[int]) -> "Report | None":
         """The report on ranks that wait outside of calls; None if there is nothing to tell."""
+        ...
+
+    def job(
+        self, rows: "Sequence[Row]", global_ranks: Sequence[int], warn_after_seconds: float, *, with_stacks: bool
+    ) -> dict[str, Any]:
+        """What all ranks do, and who waits for whom, ready for JSON. ``rows``: of ranks that were polled twice."""
         ...
 
     def loss(self, row: "Row", reason: str, missing: str) -> str:

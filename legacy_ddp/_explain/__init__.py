@@ -5,6 +5,7 @@ The folder imports the core, and the core knows it as the :class:`~legacy_ddp._e
 
 from legacy_ddp import _explainer
 from legacy_ddp._explain.compare import explain_replicas
+from legacy_ddp._explain.job import describe_job
 from legacy_ddp._explain.missing import compose, compose_payload, format_loss, poll_ranks
 from legacy_ddp._explain.nonfinite import describe_nonfinite, describe_rank
 from legacy_ddp._explain.stall import compose_stall
@@ -18,6 +19,7 @@ class _Explanations:
     waiting = staticmethod(compose)
     payload = staticmethod(compose_payload)
     stall = staticmethod(compose_stall)
+    job = staticmethod(describe_job)
     loss = staticmethod(format_loss)
 
 

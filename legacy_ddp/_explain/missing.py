@@ -25,12 +25,12 @@ _USER_CODE = {HOOK: "its communication hook", RUN: "its run() of a cross-check"}
 # The state of a process that no rank sees: it is on another machine, hidden, or in other namespaces.
 _UNSEEN = {Outcome.ANSWERED: "answers", Outcome.NOT_ASKED: "unknown", Outcome.UNKNOWN: "unknown"}
 # The phases in which a rank waits for the other ranks, and runs no code of the user.
-_WAITING_PHASES = ("agree", "compare", "metrics", "payload")
+WAITING_PHASES = ("agree", "compare", "metrics", "payload")
 # The flight recorder of torch for NCCL; the names of newer versions first.
 _RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 # Pause between two polls; the difference of the answers shows whether a rank is advancing.
-_SECOND_POLL_SECONDS = 0.3
+SECOND_POLL_SECONDS = 0.3
 # Between two polls. A checkpoint moves more bytes; less comes from other threads, and from the polls.
 _MANY_BYTES = 2**20
 # Of one core: a waiting rank needs next to nothing, a computing rank gets most of a core, or its share of one.
@@ -357,7 +357,7 @@ def _evidence(row: Row) -> _Evidence:
         return _Evidence.UNKNOWN
     if row.is_silent:
         return _Evidence.SILENT
-    is_waiting = row.in_call and row.sample is not None and row.sample.phase in _WAITING_PHASES
+    is_waiting = row.in_call and row.sample is not None and row.sample.phase in WAITING_PHASES
     return _Evidence.WAITING if is_waiting and not row.has_ended else _Evidence.ABSENT
 
 
@@ -375,7 +375,7 @@ def poll_ranks(peers: Sequence[Endpoint | None], own: Endpoint, *, twice: bool) 
     first = request_all(known, {"request": "status"}, own.identity)
     unclear = _unclear(build_rows(peers, first))
     if twice:
-        time.sleep(_SECOND_POLL_SECONDS)
+        time.sleep(SECOND_POLL_SECONDS)
         unclear |= {rank for rank, (_, answer) in first.items() if answer}
     second = request_all([peer for peer in known if peer.rank in unclear], {"request": "status"}, own.identity)
     rows = build_rows(peers, {**first, **{rank: result for rank, result in second.items() if twice or result[1]}})
@@ -399,7 +399,12 @@ def _with_progress(row: Row, first: Result | None, second: Result | None) -> Row
     busy = after["busy_seconds"] - before["busy_seconds"]
     is_busy = busy > _BUSY_SHARE * (after["clock_seconds"] - before["clock_seconds"])
     is_busy |= before["waits_for_disk"] or after["waits_for_disk"]  # a thread that saves a checkpoint
-    return replace(row, is_advancing=_is_advancing(before, after), is_busy=is_busy)
+    has_moved = _position_in(before) != _position_in(after)
+    return replace(row, is_advancing=_is_advancing(before, after), is_busy=is_busy, has_moved=has_moved)
+
+
+def _position_in(answer: Message) -> tuple[int, bool, int]:
+    return answer["serial"], answer["in_call"], answer["sample"]["changes"]
 
 
 def _is_advancing(before: Message, after: Message) -> bool:

@@ -9,6 +9,7 @@ from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.stall import Wait
 from legacy_ddp._watchdog.status import Row
 
+OUTSIDE = "outside"  # the phase of such a report
 _NOBODY_MISSING = "all of them are there; look at the network, or at processes without a wrapper"
 
 
@@ -53,7 +54,7 @@ def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int]) -> Report | 
         reporters=reporters([row for row in rows if row.sample is not None] or rows, (), ()),
         is_progressing=bool(absent) and all(row.is_in_debugger for row in absent),
         is_busy=bool(absent) and all(row.is_busy or row.is_advancing or row.is_in_debugger for row in absent),
-        phase="outside",
+        phase=OUTSIDE,
         seconds=round(max(wait.seconds for wait in waits.values()), 3),
         states=ranks_by_state(rows, missing),
     )

@@ -43,7 +43,7 @@ _SINGLE_RANK = 'torch.distributed.init_process_group("gloo", store=torch.distrib
 _DESTROYED = "process_group was destroyed; assign a live one to .process_group"
 _OF_GROUP = 9  # measured with torch 2.13, 16 ranks: at most 9 descriptors after an all_reduce
 _OF_TREE = 4  # two listeners, the connection to the rank above, a directory
-_WATCHDOG = 8  # file, listening socket, selector, two to wake its thread, two connections, a request
+_WATCHDOG = 9  # file, two listening sockets, selector, two to wake its thread, two connections, a request
 
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
 _alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()

@@ -1,6 +1,8 @@
 """Status server of a rank, and tasks outside of the training thread.
 
-The server answers requests of other ranks, and notices the end of the processes of the two neighbouring ranks.
+The server answers requests of other ranks, and notices the end of the processes of the two neighbouring ranks. Requests
+of ``legacy-ddp watch`` come through the Unix socket of the process; they are read here, and answered by a poll of all
+ranks in another thread.
 """
 
 import hmac
@@ -33,9 +35,11 @@ from legacy_ddp._watchdog.client import (
     keep_alive,
     own_hosts,
 )
+from legacy_ddp._watchdog.local import REQUEST_BYTES, forget_listener, release_listener, share_listener
 from legacy_ddp._watchdog.process import own_identity
 
 _MAX_STRANGERS = 128  # connections
+_MAX_LOCAL = 16  # connections of processes of the user on this host
 _NEVER = float("inf")
 _ACCEPT_PAUSE_SECONDS = 0.1  # after accept() found no free descriptor: an immediate retry would fail, too
 # How long a rank that ends waits for the connection of the neighbour before it. Mostly the connection exists already.
@@ -114,13 +118,19 @@ class StatusServer:
         answer: Callable[[Message], Message],
         on_closed: Callable[[int, str | None], None],
         look: Callable[[], float | None] = lambda: None,
+        on_local: Callable[[socket.socket, Message], None] | None = None,
     ) -> None:
         self._answer = answer
         self._on_closed = on_closed  # (rank, its exit reason or None)
         self._look = look  # called before each wait; returns the seconds until its next call, None for no limit
+        self._on_local = on_local  # answers a request from the Unix socket, and closes the connection; None: no socket
         self._selector = selectors.DefaultSelector()
         self._listener = listen()
         self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._local = None if on_local is None else share_listener(partial(_tell_problem, rank))
+        self._listeners = [self._listener]
+        if self._local is not None and self._local.socket is not None:
+            self._listeners.append(self._local.socket)
         self._connections: dict[socket.socket, _Connection] = {}
         self._accept_again_at = 0.0  # while accepting is paused
         self._exit_reason = ""
@@ -130,7 +140,7 @@ class StatusServer:
         self._started = threading.Event()
         port = self._listener.getsockname()[1]
         self.endpoint = Endpoint(rank, own_identity(), [(host, port) for host in own_hosts()], secrets.token_hex(16))
-        for sock in (self._listener, self._wake_receiver):
+        for sock in (*self._listeners, self._wake_receiver):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
         try:
@@ -161,6 +171,8 @@ class StatusServer:
         """In a forked child: close the parent's sockets. An open copy would hide the end of the parent."""
         for sock in (self._listener, self._wake_receiver, self._wake_sender, *self._connections):
             sock.close()
+        if self._local is not None:
+            forget_listener()
 
     def _serve(self) -> None:
         self._started.wait()
@@ -188,8 +200,8 @@ class StatusServer:
                 sock.recv(PART_BYTES)
                 if self._is_closing:
                     self._selector.unregister(sock)
-            elif sock is self._listener:
-                self._accept()
+            elif sock in self._listeners:
+                self._accept(sock)
             elif sock in self._connections:
                 self._handle(sock, self._connections[sock])
         return len(ready)
@@ -217,7 +229,8 @@ class StatusServer:
             if self._accept_again_at > now:
                 times.append(self._accept_again_at)
             else:
-                self._selector.register(self._listener, selectors.EVENT_READ)
+                for listener in self._listeners:
+                    self._selector.register(listener, selectors.EVENT_READ)
         next_time = min(times, default=_NEVER)
         return None if next_time == _NEVER else max(0.0, next_time - now)
 
@@ -237,15 +250,28 @@ class StatusServer:
             sock.sendall(greeting + encode_message({"request": "monitor", "rank": self.endpoint.rank}))
             self._register(sock, _Connection(neighbour.rank, expected=answer_to(greeting, neighbour.token)))
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        is_local = listener is not self._listener
         try:
-            sock = self._listener.accept()[0]
-            self._register(sock, _Connection(None, deadline=time.monotonic() + ANSWER_SECONDS))
-        except OSError:  # the client has gone, or no descriptor is free: free some before the next try
+            sock = listener.accept()[0]
+            # The kernel has proved the user of a local connection.
+            connection = _Connection(None, time.monotonic() + ANSWER_SECONDS, is_local=is_local, is_authentic=is_local)
+            self._register(sock, connection)
+        except BlockingIOError:  # the client has gone, or another server of this process has taken it
+            return
+        except OSError:  # no descriptor is free: free some before the next try
             for sock in self._strangers():
                 self._evict(sock)
-            self._selector.unregister(self._listener)
+            for one in self._listeners:
+                self._selector.unregister(one)
             self._accept_again_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
+            return
+        if is_local and not self._is_welcome(sock):
+            self._evict(sock)
+
+    def _is_welcome(self, sock: socket.socket) -> bool:
+        number = sum(connection.is_local for connection in self._connections.values())
+        return self._local is not None and self._local.is_of_user(sock) and number <= _MAX_LOCAL
 
     def _register(self, sock: socket.socket, connection: "_Connection") -> None:
         sock.setblocking(False)
@@ -281,10 +307,14 @@ class StatusServer:
     def _receive_message(self, sock: socket.socket, connection: "_Connection", *, is_end: bool) -> None:
         """Handle a complete message. ``is_end``: there will be no more bytes."""
         line, is_complete, rest = connection.received.partition(b"\n")
-        if not is_end and not is_complete and len(connection.received) < MAX_BYTES:
+        max_bytes = REQUEST_BYTES if connection.is_local else MAX_BYTES
+        if not is_end and not is_complete and len(connection.received) < max_bytes:
             return
-        message = decode_message(line) if is_complete else None
-        if connection.rank is not None or message is None:
+        message = decode_message(line) if is_complete and len(line) <= max_bytes else None
+        if connection.is_local and message is not None and self._on_local is not None:
+            self._release(sock)
+            self._on_local(sock, message)
+        elif connection.rank is not None or connection.is_local or message is None:
             self._end(sock, connection, message)
         elif message.get("request") == "monitor":
             keep_alive(sock)
@@ -311,9 +341,12 @@ class StatusServer:
             self._evict(sock)
 
     def _evict(self, sock: socket.socket) -> None:
+        self._release(sock)
+        sock.close()
+
+    def _release(self, sock: socket.socket) -> None:
         del self._connections[sock]
         self._selector.unregister(sock)
-        sock.close()
 
     def _close_all(self) -> None:
         for sock, connection in self._connections.items():
@@ -321,10 +354,13 @@ class StatusServer:
                 with suppress(OSError):
                     sock.sendall(encode_message({"exit_reason": self._exit_reason}))
         for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]  # only sockets are registered
+            if key.fileobj not in self._listeners:  # that of the process may have other uses
+                key.fileobj.close()  # type: ignore[union-attr]  # only sockets are registered
         self._selector.close()
         for sock in (self._listener, self._wake_receiver, self._wake_sender):
             sock.close()
+        if self._local is not None:
+            release_listener(self._local)
 
 
 @dataclass
@@ -336,10 +372,16 @@ class _Connection:
     expected: bytes = b""  # the first bytes of the neighbour this rank connected to; empty: a client sends a greeting
     received: bytearray = field(default_factory=bytearray)
     is_authentic: bool = False  # the first bytes have proved the token
+    is_local: bool = False  # from the Unix socket
 
     @property
     def missing_bytes(self) -> int:
         return (PROOF_BYTES if self.expected else GREETING_BYTES) - len(self.received)
+
+
+def _tell_problem(rank: int, problem: str) -> None:
+    text = "legacy-ddp watch does not find this process: %s"
+    logger_of(rank).info(text, problem, extra={"event": "local_socket"})
 
 
 def _rank_in(message: Message) -> int:

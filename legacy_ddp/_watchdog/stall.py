@@ -74,6 +74,8 @@ class StallWatch:
         self._next_report = warn_after_seconds
         self._native: dict[int, int] = {}  # the threads of the kernel, by the ident of Python
         self._looks_at = 0.0
+        self._asked: _Seen | None = None  # as of the last question of another rank
+        self._moved_at = float("-inf")  # when a question found that something had moved
         self.is_waiting = False  # in torch.distributed, as of the last look
 
     def seconds_to_look(self) -> float | None:
@@ -104,10 +106,21 @@ class StallWatch:
         function, outermost = _function_of(frames)
         if not function or process_activity.mark.call:
             return None
+        since = max(self._since, self._last_move(frames))
         user = next((frame for frame in frames if _is_of_user(frame)), None)
         ranks, source = _group_of(outermost)
         line = frame_text(user) if user is not None else ""
-        return Wait(function, line, time.monotonic() - self._since, ranks, source if function in _RECEIVERS else -1)
+        return Wait(function, line, time.monotonic() - since, ranks, source if function in _RECEIVERS else -1)
+
+    def _last_move(self, frames: Sequence[FrameType]) -> float:
+        """When something was last found moved by a question. Two looks may be many seconds apart."""
+        now = self._see(frames, time.monotonic())
+        known = [seen for seen in (self._asked, self._seen) if seen is not None]
+        before = max(known, key=lambda seen: seen.at, default=None)
+        if before is None or _has_moved(before, now):
+            self._moved_at = now.at
+        self._asked = now
+        return self._moved_at
 
     def _see(self, frames: Sequence[FrameType], now: float) -> _Seen:
         mark = process_activity.mark

@@ -43,6 +43,7 @@ from legacy_ddp._watchdog.stall import StallWatch, Wait
 _RING_SIZE = 16
 # Pause between two looks at a payload that was reported: its completion is worth a line.
 _LOOK_AGAIN_SECONDS = 1.0
+_MAX_BEGINS = 16  # kept: the calls of a step, of several wrappers
 
 
 class Progress(IntEnum):
@@ -219,6 +220,8 @@ class Row:
     is_busy: bool | None = None  # None: not polled twice
     payloads: PayloadState = field(default_factory=PayloadState)  # on devices
     wait: Wait | None = None  # in torch.distributed, outside of calls
+    step_seconds: float | None = None  # between its last two calls that average gradients
+    has_moved: bool = False  # its call or its phase differs between two polls
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -293,6 +296,19 @@ class RankStatus:
     exit_reasons: dict[int, str] = field(default_factory=dict)  # of neighbours that have left
     payloads: PayloadWatch = field(default_factory=lambda: PayloadWatch(float("inf")))  # on devices
     stall: StallWatch = field(default_factory=lambda: StallWatch(float("inf")))
+    begins: deque[tuple[str, float]] = field(default_factory=lambda: deque(maxlen=_MAX_BEGINS))  # the last calls
+
+    def step_seconds(self) -> float | None:
+        """Seconds between the begins of the last two calls of a wrapper that average gradients; None if not known."""
+        last: dict[str, float] = {}
+        for call, since in reversed(self.begins.copy()):
+            label, _, rest = call.partition(" call ")
+            kind = f"{label} {rest.partition(' ')[2]}"  # with the wrapper, without the number
+            if kind in last:
+                return last[kind] - since
+            if label.startswith("all_reduce"):
+                last[kind] = since
+        return None
 
 
 @dataclass
@@ -325,6 +341,7 @@ def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
         "call": status.call,
         "has_wrapper": status.has_wrapper,
         "payloads": asdict(status.payloads.state()),
+        "step_seconds": status.step_seconds(),
         "wait": None if (wait := status.stall.wait()) is None else asdict(wait),
         "moved_bytes": moved_bytes(),
         "busy_seconds": busy_seconds(),
@@ -361,4 +378,5 @@ def _with_answer(row: Row, answer: Message) -> Row:
         has_wrapper=answer["has_wrapper"],
         payloads=read_as(PayloadState, answer["payloads"]),
         wait=read_as(Wait, answer["wait"]) if answer["wait"] else None,
+        step_seconds=answer["step_seconds"],
     )

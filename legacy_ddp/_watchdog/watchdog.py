@@ -4,10 +4,11 @@ One rank composes the report on a wait or a failure, and the other ranks fetch i
 """
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from legacy_ddp._log import logger_of
 from legacy_ddp._steps.policy import local_work_text
 from legacy_ddp._text import error_line, name_ranks
 from legacy_ddp._watchdog.client import (
+    ANSWER_SECONDS,
     MAX_CONCURRENT_REQUESTS,
     PATIENT_SECONDS,
     Endpoint,
@@ -25,6 +27,7 @@ from legacy_ddp._watchdog.client import (
     Message,
     Outcome,
     decode_endpoint,
+    encode_message,
     read_as,
     request,
     request_all,
@@ -39,6 +42,7 @@ from legacy_ddp._watchdog.ending import (
     is_of_transport,
     watch_exit,
 )
+from legacy_ddp._watchdog.local import FORMAT
 from legacy_ddp._watchdog.process import Identity
 from legacy_ddp._watchdog.reports import Report, ReportFile, WarningPolicy
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
@@ -58,6 +62,7 @@ _GRACE_SECONDS = 0.5
 _RETRY_SECONDS, _RETRY_SECONDS_PER_RANK = 0.05, 0.0005
 # Ranks that start to wait together request a report within this time of each other, and must get the same text.
 _FRESH_SECONDS = 2.0
+_MAX_LOCAL_ANSWERS = 16  # at a time
 
 
 # How long a rank that ends by a lost connection waits for the reason of the rank that ended first.
@@ -93,7 +98,7 @@ class Watchdog:
             opened.callback(self.file.close)
             self._background = BackgroundTasks(rank)
             opened.callback(self._background.close)
-            self._server = StatusServer(rank, self._answer, self._on_closed, self._look)
+            self._server = StatusServer(rank, self._answer, self._on_closed, self._look, _answer_locally)
             opened.pop_all()  # nothing failed: all of it stays open
         self._view = GroupView(self._server.endpoint, [None] * size, global_ranks)
         self._status = self._view.status
@@ -106,6 +111,7 @@ class Watchdog:
         self._exchange = ReportExchange(self._view, self._record, self._background, warn_after_seconds)
         self._first_end: _End | None = None  # of another rank, known at the end of this one
         self._stalls = StallReports(self._view, self._exchange, self._background, warn_after_seconds, self.file)
+        self.local = LocalAnswers(self._view, self._background, warn_after_seconds)
         _open.append(self)
         watch_exit()
 
@@ -126,6 +132,7 @@ class Watchdog:
         """This rank enters a call. ``is_early``: one of the first calls, in which ranks may wait for long."""
         status = self._status
         status.activity.enter("plan", call)
+        status.begins.append((call, status.activity.mark.since))
         status.serial, status.call, status.in_call = self._met + 1, call, True
         self._policy.begin(is_early=is_early)
 
@@ -220,6 +227,7 @@ class Watchdog:
         """In a forked child: release sockets and files of the parent."""
         _open.clear()
         self._server.after_fork()
+        self.local.after_fork()
         self.file.after_fork()
 
     def _answer(self, message: Message) -> Message:
@@ -268,7 +276,7 @@ class Watchdog:
     @property
     def _is_of_process(self) -> bool:
         """Whether this watchdog tells what happens outside of calls: that of the largest group of the process."""
-        return max(_open, key=lambda one: len(one._view.peers), default=None) is self
+        return _largest() is self
 
     def _on_closed(self, rank: int, exit_reason: str | None) -> None:
         if exit_reason is None:
@@ -303,6 +311,20 @@ class Watchdog:
 
 
 _open: list[Watchdog] = []  # of this process, the oldest first
+
+
+def _largest() -> Watchdog | None:
+    """The watchdog of this process with the largest group, the oldest of several."""
+    return max(list(_open), key=lambda one: len(one._view.peers), default=None)
+
+
+def _answer_locally(connection: socket.socket, message: Message) -> None:
+    """Answer a process of the user on this host: about the largest group of this process."""
+    watchdog = _largest()
+    if watchdog is None:
+        connection.close()
+    else:
+        watchdog.local.take(connection, message)
 
 
 class FailureRecord:
@@ -560,3 +582,67 @@ class StallReports:
         if self._view.own.rank in ranks:
             self.answer(message)
         request_all(self._view.others(ranks), message, self._view.own.identity)
+
+
+class LocalAnswers:
+    """The answers of one rank to ``legacy-ddp watch``, from the Unix socket of the process.
+
+    ``{"request": "process"}``: the processes of the job on this host. ``{"request": "job"}``: what all ranks do. This
+    rank polls them, so that no token leaves the ranks.
+    """
+
+    def __init__(self, view: GroupView, background: BackgroundTasks, warn_after_seconds: float) -> None:
+        self._view = view
+        self._background = background
+        self._warn_after_seconds = warn_after_seconds
+        self._connections: set[socket.socket] = set()  # not yet answered
+        self._rows: Sequence[Row] = ()  # of the last poll
+        self._polled_at = float("-inf")
+        self._lock = threading.Lock()  # one poll at a time
+
+    def take(self, connection: socket.socket, message: Message) -> None:
+        """In the thread of the status server: answer in the background, and close the connection."""
+        if len(self._connections) >= _MAX_LOCAL_ANSWERS:
+            connection.close()
+            return
+        self._connections.add(connection)
+        self._background.submit(self._answer, connection, message)
+
+    def after_fork(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def _answer(self, connection: socket.socket, message: Message) -> None:
+        try:
+            kind = message.get("request")
+            answer = self._process() if kind == "process" else self._job(message) if kind == "job" else None
+            if answer is not None:
+                connection.settimeout(ANSWER_SECONDS)  # of all bytes together
+                with suppress(OSError):  # the command did not wait for the answer, or does not read it
+                    connection.sendall(encode_message({**answer, "format": FORMAT}))
+        finally:
+            self._connections.discard(connection)
+            connection.close()
+
+    def _process(self) -> Message:
+        peers, own = [peer for peer in self._view.peers if peer is not None], self._view.own
+        return {
+            "size": len(self._view.peers),
+            "first": min((peer.rank, *vars(peer.identity).values()) for peer in (*peers, own)),
+            "pids": sorted({peer.identity.pid for peer in (*peers, own) if _is_local(peer.identity, own.identity)}),
+        }
+
+    def _job(self, message: Message) -> Message:
+        asked_at = time.monotonic()
+        with self._lock:
+            if self._polled_at < asked_at:  # else a poll for another command has just ended
+                self._rows = explainer().poll(self._view.peers, self._view.own, twice=True)
+                self._polled_at = time.monotonic()
+            rows = self._rows
+        with_stacks = message.get("stacks") is True
+        return explainer().job(rows, self._view.global_ranks, self._warn_after_seconds, with_stacks=with_stacks)
+
+
+def _is_local(process: Identity, own: Identity) -> bool:
+    """Whether a process has the same numbers of processes as this one, so that its number finds its socket."""
+    return process.machine == own.machine if own.machine else process.host == own.host

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from typing import Any
 from legacy_ddp import __version__
 from legacy_ddp._errors import TraceError
 from legacy_ddp._text import format_bytes, printable, wrap
+from legacy_ddp.debug import _watch as watch
 from legacy_ddp.debug._diff import result
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
@@ -32,7 +34,7 @@ from legacy_ddp.debug._trace.summary import summarise
 _NAME = "legacy-ddp"
 _UNKNOWN = 2
 _INTERRUPTED = 130
-_DESCRIPTION = "Compare and read traces of training runs, explain errors, and port scripts."
+_DESCRIPTION = "Compare and read traces of runs, watch jobs, explain errors, and port scripts."
 _EPILOG = """exit status: 0 same on every rank, in every step that is in all traces given;
 1 different; 2 cannot tell (where the file of one rank ends before the others,
 say) or error; show, report and explain: 0 when done.
@@ -48,6 +50,15 @@ change means, a "decide" what is left to you. SCRIPT is read, and neither
 changed nor run.
 exit status: 0 the diff is complete, with notes or without; 2 a "decide" is
 left, nothing to port, or error."""
+_WATCH_EPILOG = """The command asks one rank of each job of this user on this host, and changes
+nothing. The rank polls all ranks of its job, those on other hosts, too. Who
+waits for whom is told from two polls that agree.
+PID is the process of a rank on this host. A job with checks="off" is not seen.
+For a job in a container run the command in the container (docker exec), and
+for any job with the TMPDIR of the job.
+exit status: 0 the job moves, or waits no longer than its warn_after_seconds;
+1 a rank has waited for longer; 2 no job, or error."""
+_CLEAR = "\033[H\033[J"  # of a terminal: to the upper left, and remove what is below
 # Smaller traces are read in a fraction of a second.
 SILENT_BYTES = 20_000_000
 
@@ -109,7 +120,16 @@ def _parser() -> argparse.ArgumentParser:
     porting.add_argument(
         "-o", "--output", type=_path, metavar="FILE", help="write the changed script to a new FILE, too"
     )
-    for command, run in ((diff, _diff), (show, _show), (report, _report), (explain, _explain), (porting, _port)):
+    watching = commands.add_parser(
+        "watch", help="what the ranks of a running job do", epilog=_WATCH_EPILOG, formatter_class=raw
+    )
+    watching.add_argument("pid", nargs="?", metavar="PID", type=int, help="one of several jobs")
+    watching.add_argument("--stacks", action="store_true", help="with the Python stacks of the ranks")
+    form = watching.add_mutually_exclusive_group()
+    form.add_argument("--every", type=_seconds, metavar="SECONDS", help="ask again and again, until Ctrl-C")
+    form.add_argument("--json", action="store_true", help="an object for machines instead of text")
+    reading = ((diff, _diff), (show, _show), (report, _report), (explain, _explain), (porting, _port))
+    for command, run in (*reading, (watching, _watch)):
         command.set_defaults(command=run, parser=command)  # the parser prints the usage if an argument is unknown
     return parser
 
@@ -121,6 +141,13 @@ def _path(given: str) -> Path:
         return Path(given).expanduser()  # a shell does not expand --output=~/page.html
     except RuntimeError as error:
         raise argparse.ArgumentTypeError(f"no home directory is known for {given!r}; name the whole path") from error
+
+
+def _seconds(given: str) -> float:
+    with suppress(ValueError):
+        if 0 < (seconds := float(given)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"got {given!r}, expected a number of seconds above 0")
 
 
 class _OneOrTwo(argparse.Action):
@@ -176,9 +203,7 @@ def _port(given: argparse.Namespace) -> int:
         if given.output:
             found.write(given.output)
     except ScriptError as error:
-        for line in wrap(f"{_NAME}: error: {error}", break_words=False):
-            _note(line)
-        return _UNKNOWN
+        return _fail_in_lines(str(error))
     if sys.stdout and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8")  # the bytes of the script, in every terminal
     if diff := found.diff():
@@ -186,6 +211,42 @@ def _port(given: argparse.Namespace) -> int:
     for line in found.remark_lines():
         _note(line)
     return 0 if found.is_complete else _UNKNOWN
+
+
+def _watch(given: argparse.Namespace) -> int:
+    if given.every is not None:
+        return _watch_again(given)
+    try:
+        answers, notes = watch.look(given.pid, with_stacks=given.stacks)
+    except watch.WatchError as error:
+        if given.json:
+            _print(watch.as_json([]), 0)
+        return _fail_in_lines(str(error))
+    for note in notes:
+        _note(f"{_NAME}: {note}")
+    return _print(watch.as_json(answers) if given.json else watch.lines(answers), watch.exit_status(answers))
+
+
+def _watch_again(given: argparse.Namespace) -> int:
+    is_terminal = bool(sys.stdout and sys.stdout.isatty())
+    try:
+        while True:
+            begun = time.monotonic()
+            try:
+                answers, notes = watch.look(given.pid, with_stacks=given.stacks)
+            except watch.WatchError as error:
+                return _fail_in_lines(str(error))
+            lines = [*watch.lines(answers), *notes]
+            _write((_CLEAR if is_terminal else "") + "\n".join(map(printable, lines)) + ("" if is_terminal else "\n"))
+            time.sleep(max(0.0, begun + given.every - time.monotonic()))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _fail_in_lines(text: str) -> int:
+    for line in wrap(f"{_NAME}: error: {text}", break_words=False):
+        _note(line)
+    return _UNKNOWN
 
 
 def _tell_size(runs: Sequence[Run]) -> None:

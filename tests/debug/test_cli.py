@@ -147,7 +147,10 @@ def test_other_models_are_one_line_of_error(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["diff"], ["show"], ["port"], ["diff", "a", "b", "c"], ["show", "a", "b"], ["port", "a", "b"], ["guess"]],
+    [
+        *([], ["diff"], ["show"], ["port"], ["diff", "a", "b", "c"], ["show", "a", "b"], ["port", "a", "b"], ["guess"]),
+        *(["watch", "one"], ["watch", "1", "2"], ["watch", "--every", "0"], ["watch", "--every", "1", "--json"]),
+    ],
 )
 def test_wrong_arguments_exit_with_2_and_name_themselves(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -163,7 +166,7 @@ def test_every_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setenv("COLUMNS", "80")
     commands = re.findall(r"^    (\w+) ", _help(capsys), re.MULTILINE)
 
-    assert commands == ["diff", "show", "report", "explain", "port"]
+    assert commands == ["diff", "show", "report", "explain", "port", "watch"]
     for given in ([], *([command] for command in commands)):
         assert max(map(len, _help(capsys, *given).splitlines())) <= 80, given
 

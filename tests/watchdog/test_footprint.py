@@ -202,6 +202,7 @@ def test_threads_sockets_and_files_exist_only_where_ranks_look_after_each_other_
     world_size: int, level: str, watches: int, files: int, tmp_path: Path
 ) -> None:
     for during, after in run_silently(_footprint, world_size, tmp_path, Checks(level=level, report_dir=tmp_path)):
-        # one listening socket and a pair to wake its thread; a thread in reserve; a connection between the ranks
-        assert during == (["legacy_ddp watchdog"] * 2 * watches, watches, 2 * watches + world_size - 1, files)
+        # one listening socket and a pair to wake its thread; a thread in reserve; a connection between the ranks, and a
+        # Unix socket for `legacy-ddp watch`
+        assert during == (["legacy_ddp watchdog"] * 2 * watches, watches, 3 * watches + world_size - 1, files)
         assert after == ([], 0, 0, 0)
