@@ -17,14 +17,14 @@ from typing import Any
 from legacy_ddp._text import TIE, WIDTH, first_few, name_ranks, printable, shorten, wrap
 from legacy_ddp._watchdog.local import ask, folder_of, folders, problem_of, sockets
 
-EXIT_MOVING, EXIT_LATE, EXIT_NO_JOB = 0, 1, 2
+EXIT_MOVING, EXIT_LATE = 0, 1
 _FORMAT = "legacy_ddp watch"
 # Processes that do not answer in the first time are asked again, unless another rank has named them.
 _QUICK_SECONDS, _PROCESS_SECONDS = 0.3, 2.0
 _JOB_SECONDS = 30.0  # the rank polls all ranks twice: silent ranks on crowded machines take seconds
 _MAX_CONCURRENT = 32
 _WHY_SILENT = "it begins, is stopped, runs another version of the library, or C code holds up Python"
-_MAX_RANK_COLUMNS, _MAX_HOST_COLUMNS, _MAX_STATE_COLUMNS = 12, 16, 8
+_MAX_RANK_COLUMNS, _MAX_HOST_COLUMNS = 12, 16
 _MAX_STACKS = 8
 
 
