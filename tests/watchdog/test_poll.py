@@ -17,11 +17,11 @@ from legacy_ddp._watchdog.client import (
     Failure,
     Outcome,
 )
+from legacy_ddp._watchdog.exchange import FailureRecord, ReportExchange
 from legacy_ddp._watchdog.process import DEAD, RUNNING, own_identity
 from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
 from legacy_ddp._watchdog.status import GroupView, RankStatus, own_status
-from legacy_ddp._watchdog.watchdog import FailureRecord, ReportExchange
 
 WORDS = "left because another rank was lost"
 
@@ -140,7 +140,7 @@ def test_the_report_of_a_rank_that_was_found_late_is_fetched(
         return answers.pop(0)
 
     seconds = [0.1, 60.0]
-    monkeypatch.setattr("legacy_ddp._watchdog.watchdog._report_seconds", lambda _size: seconds.pop(0))
+    monkeypatch.setattr("legacy_ddp._watchdog.exchange._report_seconds", lambda _size: seconds.pop(0))
     server = StatusServer(0, answer, lambda _rank, _exit_reason: None)
     server.start(None)
     view, background = GroupView(server.endpoint, [server.endpoint], [0]), BackgroundTasks(0)
