@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from legacy_ddp._explain.missing import WAITING_PHASES, activity_text, compose, compose_payload
-from legacy_ddp._explain.stall import OUTSIDE, compose_stall
+from legacy_ddp._explain.stall import MIN_WAIT_SECONDS, OUTSIDE, compose_stall
 from legacy_ddp._text import printable
 from legacy_ddp._watchdog.process import STOPPED, TRACED
 from legacy_ddp._watchdog.reports import Report
@@ -18,8 +18,6 @@ _MAX_STACKS = 64
 _MOVED = "its loop goes on"  # what a rank does whose call or phase differs between two polls
 # The state of the job: nobody waits for another rank, as far as is known; somebody does; longer than is usual.
 MOVING, WAITING, LATE = "moving", "waiting", "late"
-# The time between two polls is longer, so such a wait has begun before the first.
-_MIN_WAIT_SECONDS = 0.25
 
 
 def describe_job(
@@ -57,7 +55,7 @@ def _waited_seconds(row: Row) -> float | None:
         return row.sample.age_seconds if row.sample.phase in WAITING_PHASES else None
     if row.payloads.is_late:
         return row.payloads.seconds
-    return row.wait.seconds if row.wait is not None and row.wait.seconds >= _MIN_WAIT_SECONDS else None
+    return row.wait.seconds if row.wait is not None and row.wait.seconds >= MIN_WAIT_SECONDS else None
 
 
 def _report(rows: Sequence[Row], global_ranks: Sequence[int]) -> Report | None:

@@ -10,6 +10,8 @@ from legacy_ddp._watchdog.stall import Wait
 from legacy_ddp._watchdog.status import Row
 
 OUTSIDE = "outside"  # the phase of such a report
+# The time between two polls is longer, so such a wait has begun before the first.
+MIN_WAIT_SECONDS = 0.25
 _NOBODY_MISSING = "all of them are there; look at the network, or at processes without a wrapper"
 
 
@@ -28,7 +30,8 @@ def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int]) -> Report | 
     ``global_ranks``: of every row, counted in the job.
     """
     numbers = {rank: number for number, rank in enumerate(global_ranks)}
-    waits = {row.rank: row.wait for row in rows if row.wait is not None and not row.is_advancing}
+    # Not is_advancing, which counts the bytes of other threads: a rank may wait and write a checkpoint.
+    waits = {row.rank: row.wait for row in rows if row.wait is not None and row.wait.seconds >= MIN_WAIT_SECONDS}
     if not waits or any(row.in_call for row in rows):
         return None
     places: dict[_Place, list[int]] = {}

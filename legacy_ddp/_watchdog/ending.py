@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple, NoReturn, TypeGuard
 
 from legacy_ddp._log import line_in_script, script_lines
-from legacy_ddp._text import error_line
+from legacy_ddp._text import error_line, error_text
 from legacy_ddp._watchdog.process import ENDING, RUNNING, Identity, visible_state
 from legacy_ddp._watchdog.reports import sigterm_has_come
 from legacy_ddp._watchdog.status import AFTER_A_SIGNAL, LEFT_AFTER_LOSS, LEFT_NORMALLY
@@ -150,10 +150,8 @@ def has_shown_error() -> bool:
 
 def is_of_transport(error: BaseException | None) -> bool:
     """Whether a lost connection of the script's own collectives ends this process: another rank has ended first."""
-    return any(
-        isinstance(link, RuntimeError) and any(mark in str(link) for mark in _TRANSPORT) and _TIMEOUT not in str(link)
-        for link in _chain(error)
-    )
+    texts = [error_text(link) for link in _chain(error) if isinstance(link, RuntimeError)]
+    return any(any(mark in text for mark in _TRANSPORT) and _TIMEOUT not in text for text in texts)
 
 
 def is_fault(reason: str) -> bool:

@@ -253,7 +253,7 @@ class StallReports:
         self._has_asked = False  # about the present wait of this rank
         self._shown_on: Sequence[int] = ()  # the ranks that show the last report of this rank
         self._composed_at = float("-inf")
-        self._lock = threading.Lock()
+        self._lock, self._log_lock = threading.Lock(), threading.Lock()
 
     def look(self, watch: StallWatch) -> None:
         """In the thread of the status server: look at the training thread, and ask for a report if one is due."""
@@ -270,11 +270,17 @@ class StallReports:
             self._background.submit(self._compose)
         elif what == "end":
             self._background.submit(self._end)
-        elif report is not None:
-            self._policy.warn_of_stall(read_as(Report, report))
         else:
-            self._policy.end_stall()
+            self._background.submit(self._log, None if report is None else read_as(Report, report))
         return {}
+
+    def _log(self, report: Report | None) -> None:
+        """In a thread of its own: a handler of the script may block, and the server must go on to answer."""
+        with self._log_lock:
+            if report is None:
+                self._policy.end_stall()
+            else:
+                self._policy.warn_of_stall(report)
 
     def _compose(self) -> None:
         """Poll all ranks, and let a rank of each host show the report. The first of the ranks that ask is enough."""
@@ -284,7 +290,7 @@ class StallReports:
             self._composed_at = time.monotonic()
         rows = explainer().poll(self._view.peers, self._view.own, twice=True)
         report = explainer().stall(rows, self._view.global_ranks)
-        if report is not None:
+        if report is not None and report.seconds >= self._fresh_seconds:  # else the wait has ended meanwhile
             self._shown_on = report.reporters
             self._show(asdict(report), report.reporters)
 

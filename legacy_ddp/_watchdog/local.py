@@ -70,8 +70,9 @@ class LocalListener:
         self.socket: socket.socket | None = None
         self.problem = ""
         self._uses = 0
-        self._path = folder_of(os.geteuid()) / str(os.getpid())
+        self._path = Path(os.devnull)  # until the folder is known: there may be no folder for temporary files
         try:
+            self._path = folder_of(os.geteuid()) / str(os.getpid())
             self._open()
         except OSError as error:
             self.problem = str(error) if error.errno is None else f"{self._path}: {error.strerror}"

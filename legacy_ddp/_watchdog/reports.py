@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -238,6 +239,7 @@ class WarningPolicy:
         self._warn_after_seconds = warn_after_seconds
         self._next_seconds = warn_after_seconds
         self._is_checking = self._is_early = False
+        self._stall_began = float("-inf")
         self._last: Report | None = None  # of this call
         self.last_in_full: Report | None = None  # the last report of this call that was logged in full
 
@@ -278,6 +280,10 @@ class WarningPolicy:
 
         A rank that computes or is in a debugger is one line, once: it may evaluate the model alone, by design.
         """
+        began = time.monotonic() - report.seconds
+        if abs(began - self._stall_began) > self._warn_after_seconds / 2:
+            self._last = None  # another wait, and the end of the one before was not told
+        self._stall_began = began
         last = self._last if _is_same(report, self._last) else None
         if last is not None and last.seconds <= report.seconds < 2 * last.seconds:
             return  # of another rank that waits, too

@@ -263,7 +263,8 @@ class StatusServer:
             for sock in self._strangers():
                 self._evict(sock)
             for one in self._listeners:
-                self._selector.unregister(one)
+                if one in self._selector.get_map():  # both may be ready at the same time
+                    self._selector.unregister(one)
             self._accept_again_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
             return
         if is_local and not self._is_welcome(sock):

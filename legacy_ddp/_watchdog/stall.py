@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -31,7 +32,8 @@ _COLLECTIVES = (
     "/torch/distributed/_functional_collectives.py",
 )
 _SHELLS = ("wrapper", "unwrap", "inner")
-_RECEIVERS = ("recv", "irecv", "batch_isend_irecv")
+# The argument with the one rank that a function waits for.
+_PEER = {"recv": "src", "recv_object_list": "src", "send": "dst", "send_object_list": "dst"}
 LOOKS = 4  # in warn_after_seconds
 # Of the time between two looks. A thread that runs all the time on the same line waits for a device in a busy loop.
 _SPINNING_SHARE = 0.8
@@ -108,9 +110,9 @@ class StallWatch:
             return None
         since = max(self._since, self._last_move(frames))
         user = next((frame for frame in frames if _is_of_user(frame)), None)
-        ranks, source = _group_of(outermost)
+        ranks, source = _group_of(function, outermost)
         line = frame_text(user) if user is not None else ""
-        return Wait(function, line, time.monotonic() - since, ranks, source if function in _RECEIVERS else -1)
+        return Wait(function, line, time.monotonic() - since, ranks, source)
 
     def _last_move(self, frames: Sequence[FrameType]) -> float:
         """When something was last found moved by a question. Two looks may be many seconds apart."""
@@ -133,9 +135,9 @@ class StallWatch:
         try:
             path = f"/proc/self/task/{self._native.get(thread, 0)}/schedstat"
             numbers = Path(path).read_text(encoding="ascii").split()
-        except OSError:  # without /proc, or without numbers of scheduling
+            return int(numbers[0]) * 1e-9, int(numbers[2])
+        except (OSError, IndexError, ValueError):  # without /proc, or without numbers of scheduling
             return 0.0, 0
-        return int(numbers[0]) * 1e-9, int(numbers[2])
 
 
 def _frames() -> list[FrameType]:
@@ -172,8 +174,14 @@ def _waits_for_work(frame: FrameType) -> bool:
     An object that is no variable, as in ``works[0].wait()``, counts as a Work.
     """
     method, variable = _called(frame.f_code, frame.f_lasti)
-    value = frame.f_locals.get(variable, frame.f_globals.get(variable)) if variable else None
-    return method == "wait" and (value is None or isinstance(value, dist.Work | internals.Future))
+    if method != "wait":
+        return False
+    values = frame.f_locals if variable else {}
+    value = values.get(variable, frame.f_globals.get(variable))
+    # Up to Python 3.12 the frame of a function keeps this copy, and with it every tensor of its variables.
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED and frame.f_trace is None:
+        values.clear()
+    return value is None or isinstance(value, dist.Work | internals.Future)
 
 
 @lru_cache(maxsize=64)
@@ -183,6 +191,8 @@ def _called(code: CodeType, last: int) -> tuple[str, str]:
     for instruction in dis.get_instructions(code):
         if instruction.offset >= last:
             break
+        if instruction.opname == "POP_TOP" or instruction.opname.startswith("STORE_"):
+            method = variable = ""  # the end of a statement
         if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
             method, variable = str(instruction.argval), loaded
         is_variable = instruction.opname.startswith(("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"))
@@ -190,13 +200,15 @@ def _called(code: CodeType, last: int) -> tuple[str, str]:
     return method, variable
 
 
-def _group_of(frame: FrameType | None) -> tuple[tuple[int, ...], int]:
-    """The ranks of the group of a collective, counted in the job, and its argument ``src``, or -1."""
+def _group_of(function: str, frame: FrameType | None) -> tuple[tuple[int, ...], int]:
+    """The ranks of the group of a collective, counted in the job, empty for all; the one rank it waits for, or -1."""
     values = frame.f_locals if frame is not None else {}
-    source = values.get("src")
+    source = values.get(_PEER.get(function, ""))
     try:
         group = values.get("group", values.get("pg"))
         ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) == dist.get_world_size():
+            ranks = ()  # so that the answers of a thousand ranks do not hold a thousand numbers each
     except Exception:  # noqa: BLE001 - any object may be in a variable of this name
         ranks = ()
     return ranks, source if type(source) is int else -1

@@ -53,7 +53,8 @@ from legacy_ddp._watchdog.status import (
 
 # How long a rank that ends by a lost connection waits for the reason of the rank that ended first.
 _CAUSE_SECONDS = 1.0
-_ENDS_TOGETHER_SECONDS = 0.5
+_ENDS_TOGETHER_SECONDS = 0.25
+_NOTED = "_legacy_ddp_noted"
 
 
 class _End(NamedTuple):
@@ -177,9 +178,12 @@ class Watchdog:
     def note_end(self) -> None:
         """At the end of this process: tell which rank ended first, if a lost connection of the script is the error."""
         error = ending_error()
-        if self._first_end is not None or error is None or not (self._is_of_process and is_of_transport(error)):
+        if self._first_end is not None or error is None or not is_of_transport(error):
             return
         self._first_end = _UNKNOWN_END
+        if not self._is_of_process or _NOTED in vars(error):
+            return
+        vars(error)[_NOTED] = True  # once, whatever the number of groups
         deadline = time.monotonic() + _CAUSE_SECONDS
         while (found := self._find_first_end()) is None and time.monotonic() < deadline:
             time.sleep(RETRY_SECONDS)
@@ -250,7 +254,10 @@ class Watchdog:
             self._background.submit(self._warn_of_payload, late)
         seconds = [self._payloads.seconds_to_look()]
         if self._is_of_process:
-            self._stalls.look(self._status.stall)
+            try:
+                self._stalls.look(self._status.stall)
+            except Exception:  # noqa: BLE001 - this thread must go on to answer the other ranks
+                logger_of(self.rank).debug("a look failed", exc_info=True, extra={"event": "internal_error"})
             seconds.append(self._status.stall.seconds_to_look())
         return min((limit for limit in seconds if limit is not None), default=None)
 
@@ -276,9 +283,13 @@ class Watchdog:
 
     def _tell_end(self, rank: int, reason: str) -> None:
         """Log the end of a rank by an error, and let every rank know the reason."""
+        # An error of every rank, for example of a wrong name in the script, ends this rank, too, and needs no line: all
+        # ranks would tell all ranks.
+        time.sleep(_ENDS_TOGETHER_SECONDS)
+        if has_shown_error():
+            return
         message = {"request": "end", "rank": rank, "reason": reason}
         request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)
-        # An error of every rank, for example of a wrong name in the script, ends this rank, too, and needs no line.
         time.sleep(_ENDS_TOGETHER_SECONDS)
         if not has_shown_error() and self in _open:
             text = f"{name_ranks([rank])} {reason}"
@@ -300,8 +311,8 @@ _open: list[Watchdog] = []  # of this process, the oldest first
 
 
 def _largest() -> Watchdog | None:
-    """The watchdog of this process with the largest group, the oldest of several."""
-    return max(list(_open), key=lambda one: len(one._view.peers), default=None)
+    """The watchdog of this process with the largest group, the newest of several: something may keep a dead group."""
+    return max(reversed(list(_open)), key=lambda one: len(one._view.peers), default=None)
 
 
 def _answer_locally(connection: socket.socket, message: Message) -> None:

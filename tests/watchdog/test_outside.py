@@ -1,5 +1,6 @@
 """Waits and ends outside of the calls of the library: in collectives of the script, before and behind the training."""
 
+import dis
 import re
 import textwrap
 import threading
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp._watchdog.stall import _called
 from tests.helpers.listening import Training, listen, run_silently, said
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_scripts
@@ -175,6 +177,26 @@ def test_a_wait_in_a_call_is_told_by_the_call_alone(tmp_path: Path) -> None:
     run_ranks(partial(listen, _waits_in_a_call, tmp_path), 2, fresh=True)
 
     assert "outside of calls" not in said_by_any(tmp_path)
+
+
+def _works(work: Any, sleep: Callable[[float], None]) -> None:
+    work.wait()
+    sleep(1.0)
+
+
+def _listed(works: list[Any]) -> None:
+    works[0].wait()
+
+
+def test_a_wait_for_a_work_ends_with_its_statement() -> None:
+    """A work that had been waited for was told in every later line that called a function in C."""
+
+    def found(function: Callable[..., None]) -> list[tuple[str, str]]:
+        calls = [one for one in dis.get_instructions(function) if one.opname.startswith("CALL")]
+        return [_called(function.__code__, call.offset) for call in calls]
+
+    assert found(_works) == [("wait", "work"), ("", "")]
+    assert found(_listed) == [("wait", "")]
 
 
 # Before the first call

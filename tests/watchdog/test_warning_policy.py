@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,8 +84,14 @@ def test_the_first_calls_begin_with_a_line_and_go_on_with_the_report(rank_0: _Lo
     assert rank_0.warn(BAD) == [FULL]
 
 
-def test_a_wait_outside_of_calls_is_told_at_twice_the_time_and_its_end_once(rank_0: _Logged) -> None:
-    def warn(seconds: float, **changes: Any) -> list[str]:
+def test_a_wait_outside_of_calls_is_told_at_twice_the_time_and_its_end_once(
+    rank_0: _Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]  # of the begin of the wait
+    monkeypatch.setattr("legacy_ddp._watchdog.reports.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def warn(seconds: float, begin: float = 0.0, **changes: Any) -> list[str]:
+        clock[0] = begin + seconds
         rank_0.policy.warn_of_stall(replace(BAD, seconds=seconds, **changes))
         return rank_0.logged()
 
@@ -99,8 +106,10 @@ def test_a_wait_outside_of_calls_is_told_at_twice_the_time_and_its_end_once(rank
     assert rank_0.logged() == ["the wait outside of calls has ended"]
     rank_0.policy.end_stall()
     assert rank_0.logged() == []
-    assert [warn(seconds, is_busy=True) for seconds in (4.0, 8.0, 16.0)] == [[BAD.head], [], []]
-    assert warn(4.0, is_busy=True) == [BAD.head]  # a later wait, in the same place
+    assert [warn(seconds, 100.0, is_busy=True) for seconds in (4.0, 8.0, 16.0)] == [[BAD.head], [], []]
+    # later waits in the same place, also if the end of the one before was not told
+    assert warn(4.0, 200.0, is_busy=True) == [BAD.head]
+    assert [warn(4.5, begin) for begin in (300.0, 400.0)] == [[FULL], [FULL]]
 
 
 def test_a_report_is_logged_in_full_and_filed_once_a_call_and_the_success_is_logged(rank_0: _Logged) -> None:

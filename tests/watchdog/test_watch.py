@@ -395,6 +395,19 @@ def test_the_socket_of_a_living_process_with_the_same_number_is_left_alone(folde
         ask_status.close()
 
 
+def test_without_a_folder_for_temporary_files_there_is_no_socket_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training on a read-only disk stopped in its first call."""
+
+    def fail() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    listener = LocalListener()
+
+    assert listener.socket is None
+    assert "No usable temporary directory found" in listener.problem
+
+
 def test_a_path_that_is_too_long_is_a_problem_with_both_lengths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", f"/tmp/{'x' * 120}")
 
