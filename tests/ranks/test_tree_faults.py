@@ -26,7 +26,7 @@ pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
 # As it enters this function in a call, a rank of a tree: has sent nothing, sends its row (the root: all rows), waits
 # for all rows (the root never), has all rows.
-PHASES = {"before": "_meet", "up": "_send_piece", "down": "_receive", "behind": "_cut"}
+PHASES = {"before": "_meet", "up": "_send_piece", "down": "_receive", "behind": "is_equal"}
 
 
 def _wrap(rank: int, hosts: str, arity: int, **arguments: Any) -> LegacyDistributedDataParallel:
