@@ -23,6 +23,7 @@ from legacy_ddp._record import SyncRecord
 
 
 @internals.disable_dynamo
+@internals.keeps_grad_mode  # also after an exception at the begin of a try statement in the block below
 def all_reduce(
     synchronizer: Synchronizer,
     parameters: Callable[[], Columns],

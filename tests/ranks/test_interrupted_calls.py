@@ -75,7 +75,7 @@ def _play(rank: int, calls: int, stride: int) -> list[tuple[str, list[list[str]]
             with Injection(_FUNCTIONS, number) as injection:
                 first = [training.call()]
             place = injection.place
-            assert torch.is_grad_enabled()
+            assert torch.is_grad_enabled(), place
         outcomes: list[object] = [None, None]
         dist.all_gather_object(outcomes, (place, _outcomes(training, first)))
         dist.destroy_process_group(training.group)
