@@ -90,7 +90,7 @@ class Bucket:
 
     @cached_property
     def label(self) -> str:
-        """``cpu float32``."""
+        """Device and dtype as text, for example ``cpu float32``."""
         return f"{self.device} {str(self.dtype).removeprefix('torch.')}"
 
     @property

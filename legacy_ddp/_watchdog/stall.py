@@ -44,8 +44,8 @@ class Wait:
     """A wait in a function of ``torch.distributed``.
 
     ``function``: for example ``barrier``; ``line``: of the script; ``seconds``: since when nothing has moved, as far as
-    the looks tell. ``ranks``: of the group of the collective, counted in the whole job; empty for an unknown group.
-    ``source``: the rank that ``recv()`` waits for, or -1.
+    the looks tell. ``ranks``: of the group of the collective, counted in the whole job; empty for all ranks, and for an
+    unknown group. ``source``: the one rank that ``recv()`` or ``send()`` waits for, or -1.
     """
 
     function: str

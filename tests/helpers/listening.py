@@ -17,7 +17,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.ranks import run_ranks
 
 WARN_SECONDS = 1.0
-EARLY_CALLS = 2  # those that are not warned of
+EARLY_CALLS = 2  # in which the first warning of a wait is one line
 
 
 def said_path(folder: Path, rank: int) -> Path:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp._watchdog.ending import is_fault
 from legacy_ddp._watchdog.stall import _called
 from tests.helpers.listening import Training, listen, run_silently, said
 from tests.helpers.ranks import run_ranks
@@ -157,7 +158,8 @@ def _healthy(rank: int, folder: Path) -> None:
             dist.recv(torch.ones(1), rank - 1)
         if rank < 2:
             dist.send(torch.ones(1), rank + 1)
-        dist.barrier()
+        for _ in range(100):  # most looks meet the same line
+            dist.barrier()
         stop.fill_(float(time.monotonic() > end and rank == 0))
         dist.broadcast(stop, 0)
 
@@ -221,6 +223,21 @@ def test_ranks_that_do_not_come_to_the_constructor_are_named_by_one_rank(level: 
 
 
 # The end of a rank
+
+
+@pytest.mark.parametrize(
+    "reason, expected",
+    [
+        ("left after all_reduce() call 2 with ValueError: bad batch, at train.py:9 in main", True),
+        ("left after all_reduce() call 2 with exit status 7, at train.py:9 in main", True),
+        ("left after all_reduce() call 2 with exit status 7, at train.py:9 in _stop, after SIGTERM", False),
+        ("left without an error after all_reduce() call 2, at the end of its script", False),
+        ("left because another rank was lost: rank 1 ended unexpectedly", False),
+    ],
+)
+def test_an_end_that_was_asked_for_or_that_follows_another_is_not_told(reason: str, expected: bool) -> None:
+    assert is_fault(reason) is expected
+
 
 _SCRIPT = """
 import os, signal, sys, datetime
