@@ -32,9 +32,9 @@ from legacy_ddp._call.check_list import EvaluationHint
 from legacy_ddp._call.state import Synchronizer, are_forwards_private, private_forwards
 from legacy_ddp._interrupts import OwnedLock, undone_by
 from legacy_ddp._memory import segment
+from legacy_ddp._memory.flat_buffer import SlotViews, _made
 from legacy_ddp._memory.plan import BackwardCopy, ParameterWalk, Planner
 from legacy_ddp._memory.segment import Segment
-from legacy_ddp._memory.slot_views import SlotViews, _made
 from legacy_ddp._ranks import private_groups
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Flag

@@ -1,25 +1,27 @@
 """The steps of all_reduce(): plan → pack → facts → agree → compare → route → reduce → alias → end → record."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._call.check import LocalStep
+from legacy_ddp._call.check import ALWAYS, LocalStep
 from legacy_ddp._call.pack import Arguments, pack, sum_metrics
-from legacy_ddp._call.reduce import Payload, discard_gradients, kinds_of_results
+from legacy_ddp._call.reduce import Payload
 from legacy_ddp._call.state import Synchronizer
 from legacy_ddp._call.transport_choice import HOST, Transport
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_call
-from legacy_ddp._memory.plan import Columns
+from legacy_ddp._memory.flat_buffer import ABSENT, SPARSE, ZEROS
+from legacy_ddp._memory.plan import Columns, Plan
 from legacy_ddp._ranks.agree import Agreement, agree, announce_failure
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Operation
 from legacy_ddp._record import SyncRecord
+from legacy_ddp._reproducible import Leaves
 
 
 @internals.disable_dynamo
@@ -61,7 +63,7 @@ def all_reduce(
             except AgreedError:
                 raise
             except BaseException:
-                discard_gradients(call, step.plan, leaves)
+                _discard_gradients(call, step.plan, leaves)
                 raise
             _end(synchronizer, step)
     except BaseException:
@@ -116,15 +118,16 @@ def _exchange(
     )
     if call.settings.transport == HOST:
         transport.require_host(call)
+    flags = agreement.some_flags | ALWAYS
     for check in checks.with_compare_on_cpu if is_on_cpu else checks.with_compare:
-        if check.is_on and (text := check.compare(step, agreement)):
+        if check.is_on and check.awaits & flags and (text := check.compare(step, agreement)):
             synchronizer.warnings.add_everywhere(call, text, check.section)
     has_metrics = packed.metrics or not agreement.is_uniform  # or another rank may have them
     metrics = sum_metrics(call, agreement, packed.metrics) if has_metrics else {}
     reduced = transport.settle(call, plan, packed).reduce(call, plan, packed, agreement)
     with call.phase("alias"):
-        given = step.counter.given_gradients(plan.parameters)
-        plan.alias(kinds_of_results(call, reduced), reduced.sparse, given)
+        given = step.counter.given_gradients(was_edited=packed.was_edited)
+        plan.alias(_kinds_of_results(call, reduced), reduced.sparse, given)
     return agreement, metrics, reduced
 
 
@@ -149,10 +152,12 @@ def _record(
     call, divisor = step.call, agreement.divisor
     checks, observers = synchronizer.checks, synchronizer.observers
     if call.groups.rank == 0:
+        flags = agreement.some_flags | ALWAYS
         for check in tuple(checks.observing):
-            if text := check.observe(step, agreement):
+            if check.awaits & flags and (text := check.observe(step, agreement)) is not None:
                 checks.observing.remove(check)
-                synchronizer.warnings.add(call, text, check.section)
+                if text:
+                    synchronizer.warnings.add(call, text, check.section)
     record = SyncRecord(
         call=call.number,
         synchronized=True,
@@ -172,3 +177,35 @@ def _record(
     if observers.reduced:
         observers.reduced.notify(record)
     return record
+
+
+def _kinds_of_results(call: Call, reduced: Payload) -> Sequence[int]:
+    """The kinds of the gradients after the call. ``absent_gradients="zeros"`` turns ABSENT into ZEROS, except for a
+    parameter that has had a sparse gradient.
+    """
+    kinds = reduced.kinds
+    if call.settings.absent_gradients == "none" or not reduced.divisor:
+        return kinds
+    # The names of sparse gradients are kept by group, whose ranks have made the same calls. The plan of a rank may be
+    # newer than that of another, or have sparse gradients from another group.
+    slots, sparse = reduced.plan.layout.slots, call.group_state.sparse
+    if max(kinds, default=ABSENT) >= SPARSE:
+        sparse.update(slot.name for slot, kind in zip(slots, kinds, strict=True) if kind >= SPARSE)
+    if ABSENT not in kinds:
+        return kinds
+    return [
+        ZEROS if kind == ABSENT and slot.name not in sparse else kind for slot, kind in zip(slots, kinds, strict=True)
+    ]
+
+
+def _discard_gradients(call: Call, plan: Plan, leaves: Leaves | None) -> None:
+    """After an error that is no :class:`AgreedError`, drop all gradients if some may be half reduced.
+
+    Drops their memory, too: an unfinished collective, or another rank or thread, may still write to it.
+    """
+    # Without shared memory gradients change from the hook or the payload on. With shared memory, other ranks may write
+    # to the flat tensors of this rank from the header on, also after a failure here.
+    if any(call.segments.serials) or call.phase_name in ("hook", "payload", "alias"):
+        plan.discard_gradients()
+        if leaves is not None:
+            leaves.release_memory()

@@ -145,6 +145,9 @@ class LocalStep:
     header: Header
 
 
+ALWAYS = 2**32  # among the flags that a check awaits: no flag of a header
+
+
 class Check:
     """A check of a set of parameters. A subclass overrides the methods that it needs; the methods here do nothing.
 
@@ -158,6 +161,7 @@ class Check:
 
     precedence = Precedence.OTHER  # the place of the error of mismatch() among such errors
     section = ""  # of docs/errors.md, about the warnings of the check
+    awaits = ALWAYS  # compare() and observe() are called only if some rank has one of these flags
     is_on = True  # the settings of this rank want the check, and it was not closed
 
     def __init__(self, subject: Subject) -> None:
@@ -181,7 +185,7 @@ class Check:
 
     def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
         """The text of a warning of rank 0 alone, None without one. Local. Called after the call, until there is a
-        text."""
+        text; an empty text says that there will be none."""
 
     def begin_forward(self, *, is_training: bool) -> None:
         """Local: a forward of the wrapper begins. Has no effect on the forward."""

@@ -156,6 +156,7 @@ class UnclearedGradients(Check):
     """
 
     section = "Gradients that were not cleared"
+    awaits = Flag.UNCLEARED
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.level != "off"
@@ -166,8 +167,6 @@ class UnclearedGradients(Check):
             header.flags |= Flag.UNCLEARED
 
     def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
-        if not agreement.some_flags & Flag.UNCLEARED:
-            return None
         ranks = agreement.ranks_with(Flag.UNCLEARED)
         return (
             f"{step.call}: on {name_ranks(ranks)} backward added to gradients that a step had used already, in every\n"
@@ -185,6 +184,7 @@ class DividedResults(Check):
     """
 
     section = "GradientError"
+    awaits = Flag.STALE
 
     def __init__(self, _: Subject) -> None:
         self._stale: list[int] = []  # positions on this rank
@@ -200,12 +200,7 @@ class DividedResults(Check):
                 header.flags |= Flag.STALE
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
-        """Collective if a rank holds an earlier result: find the results that this or an earlier call divides again."""
-        if agreement.some_flags & Flag.STALE:
-            self._marked = self._agree(step, agreement)
-        return None
-
-    def _agree(self, step: LocalStep, agreement: Agreement) -> list[int]:
+        """Collective: find the results that this or an earlier call divides again."""
         is_divided = agreement.sample_size is not None and agreement.divisor != len(agreement.participants)
         stale, marked, fresh = torch.zeros(3, len(step.plan.parameters), dtype=torch.uint8, device="cpu")
         fresh[:] = step.header.takes_part
@@ -213,8 +208,8 @@ class DividedResults(Check):
         marked[step.counter.divided_again(self._stale)] = 1
         stale, marked, fresh = step.call.maximum(torch.stack([stale, marked, fresh])).bool()
         # If only some ranks have cleared a result, the mean still divides it by the number of all ranks.
-        positions: list[int] = (stale & (marked | fresh | is_divided)).nonzero().flatten().tolist()
-        return positions
+        self._marked = (stale & (marked | fresh | is_divided)).nonzero().flatten().tolist()
+        return None
 
     def end(self, step: LocalStep) -> None:
         if self._marked or step.counter.divided:
@@ -323,7 +318,8 @@ class LateRankReport(Check):
 
     def facts(self, step: LocalStep) -> None:
         header, clock = step.header, step.counter.policy.clock
-        header.data_seconds, header.forward_seconds, header.backward_seconds = clock.take()
+        header.data_seconds, header.forward_seconds, header.backward_seconds = clock.data, clock.forward, clock.backward
+        clock.data = clock.forward = clock.backward = 0.0
 
     def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
         if not LOGGER.isEnabledFor(logging.INFO):

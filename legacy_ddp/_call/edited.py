@@ -19,7 +19,7 @@ from legacy_ddp._memory.plan import Plan
 from legacy_ddp._ranks.agree import Agreement
 from legacy_ddp._ranks.header import Flag
 from legacy_ddp._statistics import RECENT_NORMS, LimitDetector, comparable_norm
-from legacy_ddp._steps.step_counter import unscaled_ids, watch_scalers
+from legacy_ddp._steps.step_counter import last_scalers, unscaled_ids, watch_scalers
 from legacy_ddp._text import name_ranks, wrap
 
 _SAMPLE = 2**16  # elements that are searched for the greatest
@@ -122,6 +122,7 @@ class EditedGradients(Check):
     """Warns once, or raises, if gradients were unscaled or clipped before the call."""
 
     section = "Gradients were changed before the call"
+    awaits = _ANY
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.edited_policy != "allow"
@@ -132,11 +133,13 @@ class EditedGradients(Check):
 
     def facts(self, step: LocalStep) -> None:
         header, counter, plan = step.header, step.counter, step.plan
-        if not header.takes_part:
+        if not header.micro_batches:  # the rank takes no part, or backward has reached nothing
             return
-        if (unscaled := unscaled_ids()) and any(id(each) in unscaled for _, each in counter.reached(plan.parameters)):
-            header.flags |= Flag.UNSCALED
-        if not counter.was_first_edited(plan.parameters):
+        if last_scalers:
+            unscaled = unscaled_ids()
+            if unscaled and any(id(each) in unscaled for _, each in counter.reached(plan.parameters)):
+                header.flags |= Flag.UNSCALED
+        if not step.packed.was_edited:
             return
         norm, finite = header.local_norm, header.finite
         if norm is None and self._raises:  # on a device, where a warning alone is worth no wait
@@ -147,8 +150,6 @@ class EditedGradients(Check):
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
         """Local: a warning for the first evidence in a header, or an EditedGradientError with ``edited="raise"``."""
-        if not agreement.some_flags & _ANY:
-            return None
         call = step.call
         told = [(ranks, text) for flag, text in _FINDINGS.items() if (ranks := agreement.ranks_with(flag))]
         self._values = EditedValues()  # so that a loop that goes on after an error collects new evidence

@@ -312,12 +312,11 @@ class HostReducer(Reducer):
         self._order: Order = TreeOrder() if settings.reproducible else RankOrder(settings.reduce_dtype)
 
     def reduce(self, call: Call, payload: Payload) -> int:
-        runs = self.dense_runs(payload)
         if self._order.has_gaps and not payload.has_same_mask:  # ranks have gradients in different slots
-            for (buffer, share), own_runs in zip(self.buffers_of(payload), runs, strict=True):
-                fill_missing(payload, buffer, share, own_runs, buffer.flat)
+            for (buffer, share), runs in zip(self.buffers_of(payload), self.dense_runs(payload), strict=True):
+                fill_missing(payload, buffer, share, runs, buffer.flat)
             call.barrier()
-        works, size_bytes = self._kept_works(call, payload, runs)
+        works, size_bytes = self._kept_works(call, payload)
         self._sum(call, works, payload.divisor)
         call.barrier()
         return size_bytes
@@ -332,23 +331,21 @@ class HostReducer(Reducer):
     def _works_of(self, memory: HostMemory, runs: Sequence[Run]) -> Sequence[Work]:
         return [Work(memory.bucket.label, memory.chunks(memory.own_parts(runs), self._order))]
 
-    def _kept_works(
-        self, call: Call, payload: Payload, runs: tuple[tuple[Run, ...], ...]
-    ) -> tuple[Sequence[Work], int]:
+    def _kept_works(self, call: Call, payload: Payload) -> tuple[Sequence[Work], int]:
         """The work of this rank for all buckets, and the bytes of their runs."""
         ranks = call.groups.host_ranks
-        segments = tuple(map(self._memory.segments.__getitem__, ranks))
+        key = tuple(map(self._memory.segments.__getitem__, ranks)), bytes(payload.kinds)
         # Kept from call to call, because making the views takes a seventh of a call.
-        kept: tuple[Sequence[Work], int] | None = self._memory.views.get((segments, runs))
+        kept: tuple[Sequence[Work], int] | None = self._memory.views.get(key)
         if kept is None:
             works: list[Work] = []
             size_bytes, own = 0, ranks.index(call.groups.rank)
-            for place, (index, own_runs) in enumerate(zip(self.buckets, runs, strict=True)):
+            for place, (index, own_runs) in enumerate(zip(self.buckets, self.dense_runs(payload), strict=True)):
                 bucket = payload.plan.layout.buckets[index]
                 works += self._works_of(self._map(bucket, place, ranks, own), own_runs)
                 size_bytes += sum(stop - start for start, stop in own_runs) * bucket.dtype.itemsize
             kept = works, size_bytes
-            self._memory.keep_views((segments, runs), kept)
+            self._memory.keep_views(key, kept)
         return kept
 
     def _map(self, bucket: Bucket, place: int, ranks: Sequence[int], own: int) -> HostMemory:

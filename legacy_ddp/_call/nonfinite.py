@@ -19,7 +19,7 @@ from itertools import chain
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._call.check import Check, LocalStep, Part, Ring, Row, Subject
+from legacy_ddp._call.check import ALWAYS, Check, LocalStep, Part, Ring, Row, Subject
 from legacy_ddp._call.pack import Packed
 from legacy_ddp._check_settings import LossScaler
 from legacy_ddp._errors import NonFiniteGradientError
@@ -56,12 +56,12 @@ class NonFiniteGradients(Check):
     """Raises, warns, or lets all ranks skip the step, if a participating rank has a non-finite gradient."""
 
     section = "Gradients are not finite"
+    awaits = Flag.NONFINITE
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.nonfinite_policy != "ignore"
-        # The groups on which a warning was given, and no later call was finite. Equal on all ranks. Every call looks
-        # here: a WeakSet would take longer.
-        self._warned: set[weakref.ref[Groups]] = set()
+        # The groups on which a warning was given, and no later call was finite. Equal on all ranks.
+        self._warned: weakref.WeakSet[Groups] = weakref.WeakSet()
         self._skipped_calls = 0  # with "skip"; equal on all ranks
         self._has_searched_scalers = False  # the scalers of the process are searched for once
         if self.is_on:
@@ -84,7 +84,8 @@ class NonFiniteGradients(Check):
         if not agreement.common_flags & Flag.WATCHED or not agreement.participants:
             return None
         if not agreement.some_flags & Flag.NONFINITE:
-            self._warned.discard(weakref.ref(call.groups))
+            self._warned.discard(call.groups)
+            self.awaits = ALWAYS if self._warned else Flag.NONFINITE
             return None
         ranks = agreement.ranks_with(Flag.NONFINITE)
         reaction = call.checks.nonfinite_policy
@@ -94,7 +95,7 @@ class NonFiniteGradients(Check):
             agreement.leave_out_all()
             self._skipped_calls += 1
         is_told_again = reaction == "skip" and str(self._skipped_calls).strip("0") == "1"  # 1, 10, 100, ...
-        if weakref.ref(call.groups) in self._warned and not is_told_again:
+        if call.groups in self._warned and not is_told_again:
             return None
         with call.phase("agree"):
             search = not self._has_searched_scalers
@@ -111,7 +112,8 @@ class NonFiniteGradients(Check):
             names = [name for rank in ranks for name in found[rank].counts]
             parameter = names[0] if names else None
             raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
-        self._warned.add(weakref.ref(call.groups))
+        self._warned.add(call.groups)
+        self.awaits = ALWAYS  # to see the next finite call
         return text
 
 

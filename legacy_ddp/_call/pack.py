@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, SupportsFloat, SupportsIndex, TypeGuard
 
@@ -143,7 +144,7 @@ def _number(label: str, value: Any, expected: str) -> float:
 
 _RANGE = "sample_size is out of range: got {}, expected 0 to 2**62 - 1; 0 leaves this rank out"
 Metrics = Mapping[str, SupportsFloat] | None
-_FLAT = attrgetter("flat")
+_FLAT, _KINDS = attrgetter("flat"), attrgetter("kinds")
 _mask_of = lru_cache(maxsize=8)(fingerprint)  # the kinds of gradients are the same in most calls
 
 
@@ -167,6 +168,7 @@ class Packed:
     segments: Sequence[Segment | None] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # of this rank, by name
     stale: Sequence[int] = ()  # positions of the gradients that hold an earlier result, by BackwardCounter.stale()
+    was_edited: bool = False  # as BackwardCounter.was_first_edited()
 
     def grads(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every slot's name and gradient, in slot order."""
@@ -192,37 +194,38 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         metrics = {} if arguments.metrics is None else read_metrics(arguments.metrics, reader)
         header = _header_of(arguments.sample_size, arguments.skip, reader)
         header.metric_names = fingerprint(json.dumps([*metrics]).encode()) if metrics else 0
-        has_peers = call.groups.size > 1
-        # Before _collect(), which forgets the results of the last call if a gradient is kept elsewhere.
-        stale = counter.stale(plan.parameters, is_weighted=header.participation == Participation.SAMPLES)
+        has_peers, checks = call.groups.size > 1, call.checks
+        # On a device only if the host may wait for the norm.
+        wants_norm = checks.nonfinite_policy in ("raise", "skip") or (reader is None and checks.level != "off")
+        stale: Sequence[int] = ()
+        if (is_weighted := header.participation == Participation.SAMPLES) or counter.divided:
+            # Before _collect(), which forgets the results of the last call if a gradient is kept elsewhere.
+            stale = counter.stale(plan.parameters, is_weighted=is_weighted)
         grads = _collect(plan, leaves, header, reader)
         if reader is not None or plan.may_need_wire:
             _allocate(call, plan, has_wire=leaves is None)
         flats: Sequence[torch.Tensor] = list(map(_FLAT, plan.buffers))
+        kinds = list(chain.from_iterable(map(_KINDS, plan.buffers)))
         if reader is not None and leaves is None:
-            _read_together(call, plan, grads, header, reader)
+            _read_together(plan, kinds, header, reader, wants_norm=wants_norm)
         takes_part = header.takes_part
-        kinds = [ABSENT] * len(plan.parameters)
         sparse: dict[int, torch.Tensor] = {}
         if takes_part:
-            if counter.policy.passes.numbers:  # a pass has not ended
-                check_complete(counter.incomplete(plan.parameters))
-            header.micro_batches = counter.micro_batches
-            header.flags |= _step_flags(counter, plan, grads)
-            if header.participation == Participation.SAMPLES:
-                _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
-            kinds = plan.kinds(grads)
+            _note_step(call, counter, plan, grads, header)
             if leaves is not None:
                 header.leaves, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
             if max(kinds, default=ABSENT) >= SPARSE:
                 sparse = {i: grad.coalesce() for i, grad in enumerate(grads) if grad is not None and kinds[i] >= SPARSE}
-        elif leaves is not None:
-            flats = leaves.zeros(plan, has_peers=has_peers)
+        else:
+            kinds = [ABSENT] * len(plan.parameters)
+            if leaves is not None:
+                flats = leaves.zeros(plan, has_peers=has_peers)
         header.layout, header.mask = plan.layout.fingerprint, _mask_of(bytes(kinds))
         header.waited_seconds = call.group_state.waited_seconds
         segments = () if leaves is None else leaves.sums.segments(flats)
-        packed = Packed(kinds, flats, sparse, header, segments, metrics, stale)
-        if takes_part and not header.flags & Flag.VALUES and _wants_norm(call, plan):
+        was_edited = counter.was_first_edited(plan.parameters)
+        packed = Packed(kinds, flats, sparse, header, segments, metrics, stale, was_edited)
+        if takes_part and wants_norm and not header.flags & Flag.VALUES:
             _add_norm(header, *norm_of(pieces_of(plan, packed)))
         return packed
 
@@ -250,11 +253,10 @@ def _collect(
 
 
 def _read_together(
-    call: Call, plan: Plan, grads: Sequence[torch.Tensor | None], header: Header, reader: devices.Reader
+    plan: Plan, kinds: Sequence[int], header: Header, reader: devices.Reader, *, wants_norm: bool
 ) -> None:
     """Read metrics, sample_size and the norm of dense gradients from the devices, with one wait of the host."""
-    kinds = plan.kinds(grads)
-    has_norm = header.takes_part and _wants_norm(call, plan) and max(kinds, default=ABSENT) < SPARSE
+    has_norm = header.takes_part and wants_norm and max(kinds, default=ABSENT) < SPARSE
     flats = [buffer.views.flat for buffer in plan.buffers]
     pieces = pieces_of(plan, Packed(kinds, flats, {}, header)) if has_norm else []
     norms: list[float] = []
@@ -262,7 +264,7 @@ def _read_together(
         reader.add_scalar(_norm(piece), norms.append)
     reader.read()
     if has_norm and header.takes_part:
-        _add_norm(header, *_finished_norm(pieces, norms))
+        _add_norm(header, *norm_of(pieces, norms))
 
 
 def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
@@ -373,6 +375,28 @@ def _require_sample_size(header: Header) -> None:
         )
 
 
+def _note_step(
+    call: Call, counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None], header: Header
+) -> None:
+    """Write to the header what happened since the last call. Refuse gradients that no call may use."""
+    if counter.policy.passes.numbers:  # a pass has not ended
+        check_complete(counter.incomplete(plan.parameters))
+    header.micro_batches = counter.micro_batches
+    if counter.was_stepped(plan.parameters):
+        header.flags |= Flag.STEPPED
+    if counter.may_have_foreign_results and counter.is_after_foreign_call(plan.parameters):
+        header.flags |= Flag.REDUCED
+    if (
+        counter.accumulations == 0
+        and all(buffer.holds_only_views(grads[share]) for buffer, share in plan.slot_ranges)
+        # Zeros count as cleared gradients: a rank without a batch is not a rank that calls twice.
+        and have_nonzero(grad for grad in grads if grad is not None and grad.numel())
+    ):
+        header.flags |= Flag.REPEAT
+    if header.participation == Participation.SAMPLES:
+        _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
+
+
 def _check_undivided(call: Call, counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -> None:
     """Refuse gradients that an earlier call has divided, with or without a backward since."""
     if is_repeat and not any(buffer.was_written for buffer in plan.buffers):
@@ -424,28 +448,6 @@ def _unheld(parameter: torch.Tensor) -> str:
     )
 
 
-def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
-    flags = 0
-    if counter.was_stepped(plan.parameters):
-        flags |= Flag.STEPPED
-    if counter.may_have_foreign_results and counter.is_after_foreign_call(plan.parameters):
-        flags |= Flag.REDUCED
-    if (
-        counter.accumulations == 0
-        and all(buffer.holds_only_views(grads[share]) for buffer, share in plan.slot_ranges)
-        # Zeros count as cleared gradients: a rank without a batch is not a rank that calls twice.
-        and have_nonzero(grad for grad in grads if grad is not None and grad.numel())
-    ):
-        flags |= Flag.REPEAT
-    return flags
-
-
-def _wants_norm(call: Call, plan: Plan) -> bool:
-    """Whether the header has the norm of the local gradient: on a device only if the host may wait for it."""
-    checks = call.checks
-    return checks.nonfinite_policy in ("raise", "skip") or (plan.layout.is_on_cpu and checks.level != "off")
-
-
 def _add_norm(header: Header, norm: float, finite: bool) -> None:
     header.flags |= Flag.VALUES if finite else Flag.VALUES | Flag.NONFINITE
     header.norm_bits = encode_double(norm)
@@ -463,17 +465,15 @@ def pieces_of(plan: Plan, packed: Packed) -> list[torch.Tensor]:
     return pieces
 
 
-def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
-    """2-norm of all pieces together, and whether every element is finite.
+def norm_of(pieces: Sequence[torch.Tensor], norms: Sequence[float] = ()) -> tuple[float, bool]:
+    """2-norm of all pieces together, and whether every element is finite. ``norms``: of each piece, if already read.
 
     Computed in the dtype of the pieces (at least fp32). If this overflows although every element is finite, in fp64.
     """
-    norms = list(map(_norm, pieces))
-    is_here = all(map(attrgetter("is_cpu"), norms))
-    return _finished_norm(pieces, list(map(torch.Tensor.item, norms)) if is_here else devices.read_scalars(norms))
-
-
-def _finished_norm(pieces: Sequence[torch.Tensor], norms: Sequence[float]) -> tuple[float, bool]:
+    if not norms:
+        found = list(map(_norm, pieces))
+        is_here = all(map(attrgetter("is_cpu"), found))
+        norms = list(map(torch.Tensor.item, found)) if is_here else devices.read_scalars(found)
     norm = math.hypot(*norms)
     if math.isfinite(norm):
         return norm, True

@@ -1,7 +1,6 @@
-"""The route of packed gradients, and the reducers that use the collectives of a process group. Collective (payload).
+"""The reducers that use the collectives of a process group, of dense and of sparse gradients. Collective (payload).
 
-A route has the reducers of a call in order: those of dense gradients, then that of sparse gradients. The sum is divided
-afterwards. Only sums sent as fp16 are divided before and after, see :func:`split_divisor`.
+The sum is divided afterwards. Only sums sent as fp16 are divided before and after, see :func:`split_divisor`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,13 +13,12 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.pack import Packed
-from legacy_ddp._memory.flat_buffer import ABSENT, DENSE, SPARSE, ZEROS, FlatBuffer
-from legacy_ddp._memory.layout import Layout, Run, as_real, cut_runs, gradient_dtype
+from legacy_ddp._memory.flat_buffer import DENSE, SPARSE, FlatBuffer
+from legacy_ddp._memory.layout import Run, as_real, cut_runs, gradient_dtype
 from legacy_ddp._memory.plan import Plan
-from legacy_ddp._ranks.agree import Agreement, agree_on_kinds
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.tree_reduce import TreeInput, tree_reduce
-from legacy_ddp._reproducible import LeafSums, Leaves
+from legacy_ddp._reproducible import LeafSums
 
 # A smaller second collective costs more than it gains. More than two gain nothing: a gloo group has two threads.
 SMALLEST_PIECE_BYTES = 8 * 2**20
@@ -46,8 +44,6 @@ class Reducer(ABC):
 
     def __init__(self, buckets: Sequence[int]) -> None:
         self.buckets = buckets
-        self._kinds: Sequence[int] | None = None
-        self._runs: tuple[tuple[Run, ...], ...] = ()
 
     def prepare(self, call: Call, payload: Payload) -> None:  # noqa: B027 - most reducers prepare nothing
         """Collective: run functions of the user, before the payload phase. No flat tensor changes."""
@@ -64,77 +60,13 @@ class Reducer(ABC):
         ranges = payload.plan.slot_ranges
         return [ranges[index] for index in self.buckets]
 
-    def dense_runs(self, payload: Payload) -> tuple[tuple[Run, ...], ...]:
+    def dense_runs(self, payload: Payload) -> list[list[Run]]:
         """Per bucket the runs of slots with a dense gradient on any rank, with small gaps between them."""
-        if payload.kinds != self._kinds:  # else as in the call before
-            are_dense = [kind == DENSE for kind in payload.kinds]
-            self._runs = tuple(
-                tuple(buffer.bucket.runs(are_dense[share], max_gap=buffer.bucket.max_gap))
-                for buffer, share in self.buffers_of(payload)
-            )
-            self._kinds = payload.kinds
-        return self._runs
-
-
-class Route:
-    """The reducers of all gradients of a layout, in order. ``transport``: of dense gradients on CPU."""
-
-    def __init__(self, layout: Layout, transport: str, parts: Sequence[Reducer]) -> None:
-        self.layout = layout
-        self.transport = transport
-        self._parts = parts
-        self._devices = [*dict.fromkeys(bucket.device for bucket in layout.buckets if bucket.device.type != "cpu")]
-        self._preparing = [part for part in parts if type(part).prepare is not Reducer.prepare]
-
-    def reduce(self, call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Payload:
-        """Collective: sum the packed gradients over the ranks and divide.
-
-        Raises:
-            CommHookError: the result of the hook cannot be a gradient. No gradient changed.
-            LostPeerError: a rank was lost. The content of the flat tensors is then undefined, as after an interrupt.
-        """
-        if agreement.divisor == 0:
-            return Payload(plan, packed, self.transport, [ABSENT] * len(packed.kinds), has_same_mask=True, divisor=0)
-        kinds = packed.kinds if agreement.has_same_mask else agree_on_kinds(call, packed.kinds)
-        payload = Payload(plan, packed, self.transport, kinds, agreement.has_same_mask, agreement.divisor)
-        for part in self._preparing:
-            part.prepare(call, payload)
-        with call.payload(self._devices) if self._devices else call.phase("payload"):
-            for part in self._parts:
-                payload.size_bytes += part.reduce(call, payload)
-        return payload
-
-
-def kinds_of_results(call: Call, reduced: Payload) -> Sequence[int]:
-    """The kinds of the gradients after the call. ``absent_gradients="zeros"`` turns ABSENT into ZEROS, except for a
-    parameter that has had a sparse gradient.
-    """
-    kinds = reduced.kinds
-    if call.settings.absent_gradients == "none" or not reduced.divisor:
-        return kinds
-    # The names of sparse gradients are kept by group, whose ranks have made the same calls. The plan of a rank may be
-    # newer than that of another, or have sparse gradients from another group.
-    slots, sparse = reduced.plan.layout.slots, call.group_state.sparse
-    if max(kinds, default=ABSENT) >= SPARSE:
-        sparse.update(slot.name for slot, kind in zip(slots, kinds, strict=True) if kind >= SPARSE)
-    if ABSENT not in kinds:
-        return kinds
-    return [
-        ZEROS if kind == ABSENT and slot.name not in sparse else kind for slot, kind in zip(slots, kinds, strict=True)
-    ]
-
-
-def discard_gradients(call: Call, plan: Plan, leaves: Leaves | None) -> None:
-    """After an error that is no :class:`AgreedError`, drop all gradients if some may be half reduced.
-
-    Drops their memory, too: an unfinished collective, or another rank or thread, may still write to it.
-    """
-    # Without shared memory gradients change from the hook or the payload on. With shared memory, other ranks may write
-    # to the flat tensors of this rank from the header on, also after a failure here.
-    if any(call.segments.serials) or call.phase_name in ("hook", "payload", "alias"):
-        plan.discard_gradients()
-        if leaves is not None:
-            leaves.release_memory()
+        are_dense = [kind == DENSE for kind in payload.kinds]
+        return [
+            buffer.bucket.runs(are_dense[share], max_gap=buffer.bucket.max_gap)
+            for buffer, share in self.buffers_of(payload)
+        ]
 
 
 class GroupReducer(Reducer):
@@ -251,25 +183,17 @@ def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
         flat.div_(after)
 
 
-class SparseReducer(Reducer):
-    """Sums of sparse gradients, in rank order. Has no buckets, and is the last part of a route."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-
-    def reduce(self, call: Call, payload: Payload) -> int:
-        kinds = payload.kinds
-        if max(kinds, default=ABSENT) < SPARSE:
-            return 0
-        found, parameters = payload.packed.sparse, payload.plan.parameters
-        slots = [index for index, kind in enumerate(kinds) if kind >= SPARSE]
-        own = [found.get(index, _no_entries(parameters[index], kinds[index] - SPARSE)) for index in slots]
-        lengths = call.gather(torch.tensor([grad._nnz() for grad in own], device="cpu")).T.tolist()
-        size_bytes = 0
-        for index, grad, counts in zip(slots, own, lengths, strict=True):
-            payload.sparse[index], sent_bytes = _reduce_sparse(call, grad, counts, payload.divisor)
-            size_bytes += sent_bytes
-        return size_bytes
+def reduce_sparse(call: Call, payload: Payload) -> int:
+    """Collective: sum the sparse gradients in rank order, and divide. Returns the bytes sent."""
+    kinds, found, parameters = payload.kinds, payload.packed.sparse, payload.plan.parameters
+    slots = [index for index, kind in enumerate(kinds) if kind >= SPARSE]
+    own = [found.get(index, _no_entries(parameters[index], kinds[index] - SPARSE)) for index in slots]
+    lengths = call.gather(torch.tensor([grad._nnz() for grad in own], device="cpu")).T.tolist()
+    size_bytes = 0
+    for index, grad, counts in zip(slots, own, lengths, strict=True):
+        payload.sparse[index], sent_bytes = _reduce_sparse(call, grad, counts, payload.divisor)
+        size_bytes += sent_bytes
+    return size_bytes
 
 
 def _reduce_sparse(call: Call, grad: torch.Tensor, lengths: Sequence[int], divisor: int) -> tuple[torch.Tensor, int]:

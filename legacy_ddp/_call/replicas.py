@@ -42,6 +42,7 @@ class BufferNames(Check):
     """
 
     section = "Buffers of some ranks"
+    awaits = Flag.RENAMED
 
     def __init__(self, subject: Subject) -> None:
         settings, checks = subject.settings, subject.settings.checks
@@ -68,8 +69,11 @@ class BufferNames(Check):
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
         """Collective only if the names of a rank have changed. A warning, or a LayoutError with ``"detail"`` or
         ``divergence="raise"``."""
-        if not (agreement.common_flags & Flag.NAMED and agreement.some_flags & Flag.RENAMED):
-            return None
+        text = self._compare_names(step, agreement) if agreement.common_flags & Flag.NAMED else None
+        self._compared[step.call.groups] = self._names
+        return text
+
+    def _compare_names(self, step: LocalStep, agreement: Agreement) -> str | None:
         with step.call.phase("agree"):
             held = step.call.gather_distinct(self._names)
         left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more forward passes
@@ -83,10 +87,6 @@ class BufferNames(Check):
         self._told |= {item.name for item in new.differences}
         self._warnings += 1
         return f"{step.call}: {_text(new)}\n(warned once for each buffer; see Checks(divergence=...))"
-
-    def end(self, step: LocalStep) -> None:
-        if self._compared.get(step.call.groups) is not self._names:
-            self._compared[step.call.groups] = self._names
 
     def _find(self) -> list[str]:
         wrapper: Any = self._wrapper()  # not None: it makes the call
@@ -170,7 +170,6 @@ class Replicas(Check):
             self.digests = rotating = None if self._failure else RotatingDigests(wrapper, settings, planner)
             self._late = rotating if devices_of(module) else None
         self.is_on = self.digests is not None or self._failure != ""
-        self._has_listed = False  # the tensors that are not compared
         self._wrapper = subject.wrapper_reference
         self._rings: weakref.WeakKeyDictionary[Groups, _Ring] = weakref.WeakKeyDictionary()
 
@@ -190,10 +189,17 @@ class Replicas(Check):
             return None
         # Also after a forward that is not seen: of the module itself, or of a compiled wrapper.
         digests.buffers.has_run |= step.header.micro_batches > 0
+        explained = None
         if self._late is not None:
             explained = self._compare_row(call, self._late, agreement)
-        else:
-            explained = self._compare_digests(call, digests, agreement)
+        # Otherwise nothing is due in this call, or checks are off on some rank (perhaps on a rank that left).
+        elif agreement.common_flags & Flag.SIGNED:
+            if agreement.headers.is_equal("replica"):
+                digests.note_agreement(call)
+            else:
+                left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more steps
+                of_ranks = enumerate(agreement.column("replica"))
+                explained = digests.compare(call, left, {rank: digest for rank, digest in of_ranks if rank not in left})
         if explained is None:
             return None
         _, notes = gather_context(call)
@@ -207,11 +213,10 @@ class Replicas(Check):
             self.digests.end_call(step.call)
 
     def observe(self, step: LocalStep, _: Agreement) -> str | None:
-        if self._has_listed or self.digests is None or step.call.groups.size == 1:
+        if self.digests is None or step.call.groups.size == 1:
             return None
-        self._has_listed = True
         if not (names := self.digests.unread()):
-            return None
+            return ""
         return (
             f"{step.call}: tensors whose bits cannot be read are not compared between ranks (told once):\n"
             f"{list_some(names)}; list them in ignore="
@@ -232,17 +237,6 @@ class Replicas(Check):
         if self.digests is not None and wrapper is not None:
             with torch.no_grad():
                 self.digests.buffers.mark(wrapper.module)
-
-    def _compare_digests(self, call: Call, digests: ReplicaDigests, agreement: Agreement) -> ExplainedReplicas | None:
-        # Otherwise nothing is due in this call, or checks are off on some rank (perhaps on a rank that left).
-        if not agreement.common_flags & Flag.SIGNED:
-            return None
-        if agreement.headers.is_equal("replica"):
-            digests.note_agreement(call)
-            return None
-        left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more steps
-        compared = {rank: digest for rank, digest in enumerate(agreement.column("replica")) if rank not in left}
-        return digests.compare(call, left, compared)
 
     def _begin_row(self, step: LocalStep, digests: RotatingDigests) -> None:
         call = step.call

@@ -1,4 +1,6 @@
-"""The transport of dense gradients: memory shared by the ranks of a host, gloo, or the user's group for a device.
+"""The transport of dense gradients, and the route of all gradients: the reducers that sum and divide them.
+
+The transport is memory shared by the ranks of a host, gloo, or the user's group for a device.
 
 For gradients on CPU, the first all_reduce of a wrapper on a group chooses shared memory or gloo, the same on all ranks.
 The choice stays. Only a later failure of shared memory changes it to gloo, with ``transport="auto"``.
@@ -11,12 +13,14 @@ from legacy_ddp._call.check import Warnings
 from legacy_ddp._call.comm_hook import HookReducer
 from legacy_ddp._call.host_sum import BetweenHostsReducer, HostReducer, PeerMemory
 from legacy_ddp._call.pack import Packed, allocate_for_gloo
-from legacy_ddp._call.reduce import GroupReducer, GroupTreeReducer, Reducer, Route, SparseReducer
+from legacy_ddp._call.reduce import GroupReducer, GroupTreeReducer, Payload, Reducer, reduce_sparse
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
+from legacy_ddp._memory.flat_buffer import ABSENT, SPARSE
 from legacy_ddp._memory.layout import Layout
 from legacy_ddp._memory.plan import Plan, Planner
 from legacy_ddp._memory.segment import Segment
+from legacy_ddp._ranks.agree import Agreement, agree_on_kinds
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import MAX_BUCKETS, SegmentIds, decode_segments
 from legacy_ddp._ranks.private_groups import Groups
@@ -26,6 +30,37 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._text import error_line
 
 HOST, GLOO = "host", "gloo"
+
+
+class Route:
+    """The reducers of the dense gradients of a layout, in order. ``transport``: of dense gradients on CPU."""
+
+    def __init__(self, layout: Layout, transport: str, parts: Sequence[Reducer]) -> None:
+        self.layout = layout
+        self.transport = transport
+        self._parts = parts
+        self._devices = [*dict.fromkeys(bucket.device for bucket in layout.buckets if bucket.device.type != "cpu")]
+        self._preparing = [part for part in parts if type(part).prepare is not Reducer.prepare]
+
+    def reduce(self, call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Payload:
+        """Collective: sum the packed gradients over the ranks and divide.
+
+        Raises:
+            CommHookError: the result of the hook cannot be a gradient. No gradient changed.
+            LostPeerError: a rank was lost. The content of the flat tensors is then undefined, as after an interrupt.
+        """
+        if agreement.divisor == 0:
+            return Payload(plan, packed, self.transport, [ABSENT] * len(packed.kinds), has_same_mask=True, divisor=0)
+        kinds = packed.kinds if agreement.has_same_mask else agree_on_kinds(call, packed.kinds)
+        payload = Payload(plan, packed, self.transport, kinds, agreement.has_same_mask, agreement.divisor)
+        for part in self._preparing:
+            part.prepare(call, payload)
+        with call.payload(self._devices) if self._devices else call.phase("payload"):
+            for part in self._parts:
+                payload.size_bytes += part.reduce(call, payload)
+            if max(kinds, default=ABSENT) >= SPARSE:
+                payload.size_bytes += reduce_sparse(call, payload)
+        return payload
 
 
 class Transport:
@@ -88,7 +123,12 @@ class Transport:
                 memory = self._share(call, plan, packed, segments)
         else:
             memory = None
-        return self._route_for(plan.layout, memory)
+        transport = HOST if memory is not None else GLOO if self._groups.size > 1 else ""
+        route = self._route  # kept from call to call; other settings make a new layout
+        if route is None or route.layout is not plan.layout or route.transport != transport:
+            parts = self._dense_parts(plan.layout, memory)
+            route = self._route = Route(plan.layout, transport, parts)
+        return route
 
     @property
     def text(self) -> str:
@@ -190,15 +230,6 @@ class Transport:
             f"\norder; mend the cause and start again, or {call.settings.how_to_carry('gloo')}"
         )
         self._warnings.add_everywhere(call, text, "Shared memory has failed")
-
-    def _route_for(self, layout: Layout, memory: PeerMemory | None) -> Route:
-        """The route of a layout. ``memory``: of the host, if it carries this call."""
-        transport = HOST if memory is not None else GLOO if self._groups.size > 1 else ""
-        route = self._route  # kept from call to call; other settings make a new layout
-        if route is None or route.layout is not layout or route.transport != transport:
-            parts = [*self._dense_parts(layout, memory), SparseReducer()]
-            route = self._route = Route(layout, transport, parts)
-        return route
 
     def _dense_parts(self, layout: Layout, memory: PeerMemory | None) -> list[Reducer]:
         every, settings = range(len(layout.buckets)), self._planner.settings

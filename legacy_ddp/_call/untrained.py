@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._call.check import Check, LocalStep, Subject
+from legacy_ddp._call.check import ALWAYS, Check, LocalStep, Subject
 from legacy_ddp._log import warn
 from legacy_ddp._memory.flat_buffer import ABSENT
 from legacy_ddp._memory.layout import Layout
@@ -127,6 +127,7 @@ class UntrainedParameters(Check):
     """
 
     section = "Parameters that no step changes"
+    awaits = 0  # until there is a text
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.level != "off"
@@ -207,7 +208,7 @@ class UntrainedParameters(Check):
         self._is_known = True
         if not lost:
             return
-        self.is_on = False
+        self.is_on, self.awaits = False, ALWAYS
         is_replaced = is_all or slots[lost[0]].name in first
         self._text = (
             f"{step.call}: {len(lost)} of {len(slots)} parameters with gradients, first {slots[lost[0]].name!r}, were\n"

@@ -3,30 +3,34 @@
 A gradient is not copied if it already is the view of its slot. Safety comes from reference counts: if anything besides
 these gradients refers to memory of the flat tensor (a gradient kept by the user, two gradients swapped by hand, a
 transposed gradient), the call packs into a fresh flat tensor and leaves the old memory to its other holders.
+
+The views are made once, and ``FlatBuffer.alias`` lends them to ``.grad`` again and again. Each view has a storage of
+its own over the memory of the flat tensor, so that its reference counts belong to a single slot. Object identity alone
+proves nothing: ``.to()``, ``.data =`` and ``set_()`` put other memory under the object. So address, shape, strides and
+dtype are compared, too.
 """
 
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import attrgetter, is_, le, not_
+from typing import NamedTuple
 
 import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import GradientError
-from legacy_ddp._memory.layout import (
-    Bucket,
-    Run,
-    Slot,
-    wire_dtype,
-)
+from legacy_ddp._memory.layout import Bucket, Run, Slot, wire_dtype
+from legacy_ddp._memory.script_memory import TakenMemory, can_hold_result, held_by_script, note_flat_tensor
 from legacy_ddp._memory.segment import Segment, SegmentPolicy
-from legacy_ddp._memory.slot_views import SlotViews, TakenMemory, can_hold_result, held_by_script
 from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
 
 ABSENT, DENSE, SPARSE = 0, 1, 2  # kinds of gradient; SPARSE + sparse_dim for a sparse gradient
 ZEROS = -1  # of a result alone: no rank has a gradient, and all of them get zeros
+_VERSION = attrgetter("_version")
 
 
 def kinds_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
@@ -70,6 +74,108 @@ def check_gradient(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
     raise GradientError(f"grad of {slot.name!r} {problem}", parameter=slot.name)
 
 
+class _Made(NamedTuple):
+    """The views, with what was read of them. Replaced as a whole, so that an exception leaves no half of a change.
+
+    ``handles``: of the storages. ``replaced``: storages of earlier views, which may be in use elsewhere.
+    """
+
+    tensors: list[torch.Tensor]
+    storages: list[torch.UntypedStorage]
+    handles: list[int]
+    guards: internals.TensorGuards
+    replaced: list[torch.UntypedStorage]
+
+
+def _made(
+    tensors: list[torch.Tensor], storages: list[torch.UntypedStorage], replaced: list[torch.UntypedStorage]
+) -> _Made:
+    return _Made(tensors, storages, internals.storage_handles(storages), internals.TensorGuards(tensors), replaced)
+
+
+class SlotViews:
+    """A tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty slot has memory of its own.
+
+    ``made.tensors``: the views. ``segment``: the shared memory of ``flat``, None for ordinary memory.
+    ``transport_view``: the memory of ``flat`` under a further storage. A thread of the transport may hold a sent tensor
+    for milliseconds after the wait; the extra storage keeps this reference out of the counts of the slots.
+    """
+
+    def __init__(self, bucket: Bucket, policy: SegmentPolicy) -> None:
+        self.flat, self.segment = policy.allocate(bucket)
+        note_flat_tensor(self.flat)
+        self.transport_view = internals.under_own_storage(self.flat)
+        self._slots = bucket.slots
+        tensors = [self._make(slot) for slot in self._slots]
+        self.made = made = _made(tensors, [view.untyped_storage() for view in tensors], [])
+        self._addresses = list(map(torch.Tensor.data_ptr, tensors))
+        # Counted with a second list that holds the tensors, because every later count is made with a second list, too.
+        self._expected_refs = internals.ref_counts(tensors[:], made.storages[:], made.handles)
+        (self._expected_storage_refs,) = _ref_counts_of_each([internals.under_own_storage(self.flat).untyped_storage()])
+        self.result_versions: list[int] = []  # of the views, when the last call left its result
+
+    def match_views(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
+        """For each gradient (one per slot): whether the gradient is the view of its slot."""
+        tensors = self.made.tensors
+        if not self.made.guards.match(*tensors) or list(map(torch.Tensor.data_ptr, tensors)) != self._addresses:
+            tensors = self._rebuild()
+        return list(map(is_, grads, tensors))
+
+    def has_external_refs(self, is_view: Sequence[bool]) -> bool:
+        """Whether anything refers to memory of a slot, besides gradients that are views (``is_view``, per slot)."""
+        made = self.made
+        if made.replaced:
+            if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(made.replaced)):
+                return True
+            self.made = made = made._replace(replaced=[])
+        idle = list(compress(made.tensors, map(not_, is_view)))
+        now = internals.ref_counts(idle, made.storages[:], made.handles)
+        return not all(map(le, now, self._expected_refs))
+
+    def is_slot_unreferenced(self, index: int) -> bool:
+        """Whether the slot can be written to unseen: nothing refers to its memory, ``.grad`` included."""
+        one, made = slice(index, index + 1), self.made
+        now = internals.ref_counts(made.tensors[one], made.storages[one], made.handles[one])
+        return all(map(le, now, self._expected_refs)) and self._is_intact(index)
+
+    def _make(self, slot: Slot) -> torch.Tensor:
+        if slot.numel == 0:
+            return self.flat.new_empty_strided(slot.shape, slot.stride)
+        return internals.under_own_storage(self.flat.as_strided(slot.shape, slot.stride, slot.offset))
+
+    def _rebuild(self) -> list[torch.Tensor]:
+        """Replace every changed view by a new view of its slot; the changed tensor stays with the user. The views.
+
+        A detached gradient or a row of a gradient may still refer to the old storage, and so to memory of the slot.
+        Therefore the old storage is kept, and its references are counted.
+        """
+        tensors, storages, _, _, replaced = self.made
+        tensors, storages, replaced = tensors[:], storages[:], replaced[:]
+        for index, slot in enumerate(self._slots):
+            if not self._is_intact(index):
+                replaced.append(storages[index])
+                tensors[index] = self._make(slot)
+                storages[index] = tensors[index].untyped_storage()
+        self.made = _made(tensors, storages, replaced)
+        return tensors
+
+    def _is_intact(self, index: int) -> bool:
+        """Whether the view is as it was made. In-place functions of a user may change all that is compared here."""
+        view, slot = self.made.tensors[index], self._slots[index]
+        return (
+            type(view) is torch.Tensor
+            and view.data_ptr() == self._addresses[index]
+            and view.shape == slot.shape
+            and view.stride() == slot.stride
+            and view.dtype == self.flat.dtype
+            and not (view.requires_grad or view.is_conj() or view.is_neg())
+        )
+
+
+def _ref_counts_of_each(storages: list[torch.UntypedStorage]) -> list[tuple[set[int], ...]]:
+    return [internals.ref_counts([], [storage], internals.storage_handles([storage])) for storage in storages]
+
+
 class FlatBuffer:
     """The flat tensor of a bucket, shape (bucket.numel,), and the gradients in its slots."""
 
@@ -85,9 +191,9 @@ class FlatBuffer:
         self.spare: SlotViews | None = None  # kept from an earlier call, if the user keeps a gradient of every call
         self._views_lock = threading.Lock()  # backward passes may run in several threads
         self.moves_enabled = True  # False while the flat tensor holds values that are still needed
-        self.is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot, as of match_views()
+        self.is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot, as of check()
         self._was_view = self.is_view  # the same when the call began: pack() may move all gradients
-        self._are_like_slots = False  # whether every gradient is present and like its slot, and none is the view
+        self.kinds: Sequence[int] = ()  # of the gradients that the last check() found usable
         self._held: frozenset[int] = frozenset()  # the slots with a result of the last call in memory of the script
         # Identity and version of the gradient that the last call left for each slot, where some of them are not views.
         self._result_identities: list[object] = []
@@ -119,24 +225,26 @@ class FlatBuffer:
         """The tensor for collectives: the flat tensor's memory, or its copy in the dtype for sending."""
         return self.views.transport_view if self.wire is None else self.wire
 
-    def match_views(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Note which gradients (one per slot) are the views of their slots."""
-        self.is_view = self._views.match_views(grads) if self._views is not None else [False] * len(self.is_view)
-        self._was_view = self.is_view
-        self._are_like_slots = False
-
-    def check(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Refuse unusable gradients before anything is written. Call :meth:`match_views` first.
+    def check(self, grads: Sequence[torch.Tensor | None], *, are_used: bool) -> None:
+        """Note which gradients (one per slot) are the views of their slots; if they are used, refuse unusable ones.
 
         Raises:
             GradientError: as :func:`check_gradient`.
         """
-        if self._views is not None and self._views.matches_slots(grads):
-            self._are_like_slots = not any(self.is_view)
+        views, count = self._views, len(grads)
+        self.is_view = self._was_view = [False] * count if views is None else views.match_views(grads)
+        if not are_used:
+            return
+        # All at once: every gradient is there and like its slot, in shape, strides and dtype, and plain.
+        if all(self.is_view) or (
+            views is not None and not any(map(is_, grads, repeat(None))) and views.made.guards.match(*grads)
+        ):
+            self.kinds = [DENSE] * count
             return
         for slot, grad, is_view in zip(self.bucket.slots, grads, self.is_view, strict=True):
             if grad is not None and not is_view:
                 check_gradient(self.bucket, slot, grad)
+        self.kinds = kinds_of(grads)
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, copy: bool = True) -> None:
         """Copy the dense gradients to their slots, except views; None and sparse gradients are skipped.
@@ -148,8 +256,18 @@ class FlatBuffer:
             views = self._change_memory()
         else:
             self.spare = None
-        if copy and not all(self.is_view):
-            self._copy_in(views.made.tensors, grads)
+        if not copy or all(self.is_view):
+            return
+        slots: list[torch.Tensor] = []
+        loose: list[torch.Tensor] = []
+        for view, grad, is_view in zip(views.made.tensors, grads, self.is_view, strict=True):
+            if not is_view and grad is not None and grad.layout is torch.strided:
+                slots.append(view)
+                loose.append(grad)
+        if loose:
+            internals.foreach_copy(slots, loose)
+            if self.bucket.device.type != "cpu":  # backward may have run on another stream
+                devices.hold_for_current_stream(loose)
 
     def move_to_slot(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
         """Move the new gradient to its slot during backward, if nothing else refers to gradient or slot.
@@ -170,10 +288,6 @@ class FlatBuffer:
         moved = views.made.tensors[index].copy_(grad)
         parameter.grad = moved
         return moved
-
-    def kinds(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
-        """The kind of each gradient (one per slot). Call :meth:`match_views` first."""
-        return [DENSE] * len(grads) if self._are_like_slots or all(self.is_view) else kinds_of(grads)
 
     def make_wire(self, *, has_peers: bool) -> None:
         """Allocate the copy for sending, if needed: for a different dtype, or for a hook to write to. Else drop it."""
@@ -208,27 +322,13 @@ class FlatBuffer:
         """Whether ``grad`` is the object left for the slot by the last call. Writes to the object do not matter."""
         if self._result_identities:
             return internals.identity(grad) is self._result_identities[index]
-        return self._views is not None and self._views.has_result and grad is self._views.made.tensors[index]
-
-    def result_version(self, index: int) -> int:
-        """The version of the gradient left for the slot by the last call, at the end of the call."""
-        return self._result_versions[index] if self._result_versions else self.views.result_version(index)
-
-    def is_zeros(self, index: int) -> bool:
-        """Whether the last call gave zeros to the slot, because no rank had a gradient: they contain no result."""
-        return index in self._zeros
-
-    def result_view(self, index: int) -> torch.Tensor | None:
-        """The view of the slot, if the last call has left it as the gradient."""
-        if self._views is None:
-            return None
-        view = self._views.made.tensors[index]
-        return view if self.is_last_result(index, view) else None
+        views = self._views
+        return views is not None and bool(views.result_versions) and grad is views.made.tensors[index]
 
     @property
     def was_written(self) -> bool:
         """Whether a gradient was written to since the last call left its result."""
-        return self.views.was_written
+        return self.views.result_versions != list(map(_VERSION, self.views.made.tensors))
 
     def zero(self, kinds: Sequence[int], *, runs: Sequence[Run], flat: torch.Tensor | None = None) -> None:
         """Clear the slots inside ``runs`` (not cut, in order) without a dense gradient of this rank.
@@ -263,7 +363,7 @@ class FlatBuffer:
                     parameter.grad = view
                 elif kind == ABSENT:
                     parameter.grad = None
-        views.note_result()
+        views.result_versions = list(map(_VERSION, views.made.tensors))
         self._zeros = zeros
         self._result_identities, self._result_versions = [], []
         if not self.as_views or self._held or max(kinds, default=ABSENT) >= SPARSE:
@@ -315,49 +415,40 @@ class FlatBuffer:
         to the spare takes half the time of writing to fresh memory.
         """
         free = self.spare
-        if free is None or not self._policy.fits(self.bucket, free.segment) or not free.is_reusable():
+        if (
+            free is None
+            or not self._policy.fits(self.bucket, free.segment)
+            or free.has_external_refs(free.match_views([None] * len(self.is_view)))
+        ):
             free = SlotViews(self.bucket, self._policy)
         self._views, self.spare, self.is_view = free, self._views, [False] * len(self.is_view)
         return free
 
-    def _copy_in(self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-        slots: list[torch.Tensor] = []
-        loose: list[torch.Tensor] = []
-        for view, grad, is_view in zip(views, grads, self.is_view, strict=True):
-            if not is_view and grad is not None and grad.layout is torch.strided:
-                slots.append(view)
-                loose.append(grad)
-        if loose:
-            internals.foreach_copy(slots, loose)
-            if self.bucket.device.type != "cpu":  # backward may have run on another stream
-                devices.hold_for_current_stream(loose)
-
 
 @dataclass(frozen=True, slots=True)
 class SlotResult:
-    """The gradient that the last call has left for a slot of a buffer."""
+    """The gradient that the last call has left for a slot of a buffer; as :class:`LastResult`."""
 
     buffer: FlatBuffer
     index: int
 
     def is_in(self, grad: torch.Tensor) -> bool:
-        """As :meth:`FlatBuffer.is_last_result`."""
         return self.buffer.is_last_result(self.index, grad)
 
     @property
     def is_zeros(self) -> bool:
-        """As :meth:`FlatBuffer.is_zeros`."""
-        return self.buffer.is_zeros(self.index)
+        return self.index in self.buffer._zeros
 
     @property
     def version(self) -> int:
-        """As :meth:`FlatBuffer.result_version`."""
-        return self.buffer.result_version(self.index)
+        return (self.buffer._result_versions or self.buffer.views.result_versions)[self.index]
 
     @property
     def view(self) -> torch.Tensor | None:
-        """As :meth:`FlatBuffer.result_view`."""
-        return self.buffer.result_view(self.index)
+        if self.buffer._views is None:
+            return None
+        view = self.buffer._views.made.tensors[self.index]
+        return view if self.is_in(view) else None
 
 
 def _inside(runs: Sequence[Run], offset: int) -> bool:

@@ -258,18 +258,9 @@ class Plan:
             GradientError: as :func:`check_gradient`, before anything is copied.
         """
         for buffer, slots in self.slot_ranges:
-            buffer.match_views(grads[slots])
-            if are_used and not all(buffer.is_view):
-                buffer.check(grads[slots])
+            buffer.check(grads[slots], are_used=are_used)
         for buffer, slots in self.slot_ranges:
             buffer.pack(grads[slots], copy=are_used)
-
-    def kinds(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
-        """The kinds of the collected gradients."""
-        kinds: list[int] = []
-        for buffer, slots in self.slot_ranges:
-            kinds += buffer.kinds(grads[slots])
-        return kinds
 
     def alias(
         self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor], given: Collection[int] | None = None

@@ -351,15 +351,18 @@ class BackwardCounter:
         passes = self.policy.passes
         return min(largest, passes.forwards) if passes.has_nested and passes.forwards else largest
 
-    def given_gradients(self, parameters: Sequence[torch.Tensor]) -> Collection[int] | None:
+    def given_gradients(self, *, was_edited: bool) -> Collection[int] | None:
         """Positions of gradients that the script has put into ``.grad`` as parts of its memory: those to which backward
-        has added, and then also those without a backward. None if backward, or a call, has made all gradients."""
+        has added, and then also those without a backward. None if backward, or a call, has made all gradients.
+
+        ``was_edited``: as :meth:`was_first_edited`.
+        """
         if self.policy.has_leaves:  # the tensors of the script were taken out of ``.grad``
             return None
         given = self._sums.given
         if given:
             return given.union(index for index, count in enumerate(self._counts) if not count)
-        return () if 0 in self._counts or self.was_first_edited(parameters) else None
+        return () if was_edited or 0 in self._counts else None
 
     @property
     def accumulations(self) -> int:
@@ -441,7 +444,9 @@ class BackwardCounter:
         self._counts[:] = [0] * len(self._counts)
         self._sums.clear()
         self.policy.has_local_steps, self.policy.idle_calls = False, 0
-        self.policy.passes.forget()
+        passes = self.policy.passes
+        passes.numbers.clear()
+        passes.forwards, passes.has_nested = 0, False
         for hook in self._hooks if self._has_earlier_results else ():
             hook.earlier_result = None
         self._has_earlier_results = False

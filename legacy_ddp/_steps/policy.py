@@ -57,12 +57,6 @@ class StepClock:
         self.forward += now - self._mark
         self._mark = now
 
-    def take(self) -> tuple[float, float, float]:
-        """Seconds of data, forward and backward up to the begin of the call, and begin to count again."""
-        parts = self.data, self.forward, self.backward
-        self.data = self.forward = self.backward = 0.0
-        return parts
-
     def end_call(self) -> None:
         self._mark = perf_counter()
 
@@ -101,11 +95,6 @@ class OpenPasses:
     def has_failed_since(self, first: int, number: int) -> bool:
         """Whether a pass from ``first`` on, and before ``number``, is open."""
         return first >= 0 and any(first <= other < number for other in tuple(self.numbers))
-
-    def forget(self) -> None:
-        """A call has reduced the gradients, or the gradients are dropped."""
-        self.numbers.clear()
-        self.forwards, self.has_nested = 0, False
 
 
 def check_complete(incomplete: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -187,7 +187,7 @@ def _is_of_training(parameter: torch.Tensor) -> bool:
 
 
 # Of each optimizer the scaler of its last step. Weak references: neither stays alive here.
-_scalers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[torch.amp.GradScaler]]" = (
+last_scalers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[torch.amp.GradScaler]]" = (
     weakref.WeakKeyDictionary()
 )
 _known: "weakref.WeakValueDictionary[int, torch.amp.GradScaler]" = weakref.WeakValueDictionary()  # by id: any class
@@ -202,7 +202,7 @@ def watch_scalers() -> None:
 def _note_scaler(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
     scaler = internals.calling_scaler()
     if scaler is not None:
-        _scalers[optimizer] = weakref.ref(scaler)
+        last_scalers[optimizer] = weakref.ref(scaler)
         _known[id(scaler)] = scaler
 
 
@@ -228,9 +228,9 @@ def unscaled_ids() -> set[int]:
     An optimizer is known from its second step on.
     """
     ids: set[int] = set()
-    for reference in _scalers.keyrefs():  # a list: a step in another thread may add an optimizer meanwhile
+    for reference in last_scalers.keyrefs():  # a list: a step in another thread may add an optimizer meanwhile
         optimizer = reference()
-        scaler = None if optimizer is None else _scalers[optimizer]()
+        scaler = None if optimizer is None else last_scalers[optimizer]()
         if optimizer is not None and scaler is not None and internals.has_unscaled(scaler, optimizer):
             ids.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     return ids

@@ -286,13 +286,13 @@ COLLECTIVES = (
     ),
     Mutant(
         "a streak of non-finite gradients never ends",
-        "self._warned.discard(weakref.ref(call.groups))",
+        "self._warned.discard(call.groups)",
         "pass",
         "tests/call/test_nonfinite.py -k warnings_are_logged or told_by_default",
     ),
     Mutant(
         "every non-finite gradient of a streak is described",
-        "if weakref.ref(call.groups) in self._warned and not is_told_again:",
+        "if call.groups in self._warned and not is_told_again:",
         "if False:",
         _EXCHANGES,
     ),
@@ -418,8 +418,8 @@ COLLECTIVES = (
     ),
     Mutant(
         "one rank without evidence hides edited gradients",
-        "if not agreement.some_flags & _ANY:",
-        "if not agreement.common_flags & _ANY:",
+        "flags = agreement.some_flags | ALWAYS\n    for check in checks.with_compare_on_cpu",
+        "flags = agreement.common_flags | ALWAYS\n    for check in checks.with_compare_on_cpu",
         _PRECEDENCE,
     ),
     Mutant(
@@ -640,14 +640,14 @@ REPLICAS = (
     ),
     Mutant(
         "one rank with a digest is enough",
-        "if not agreement.common_flags & Flag.SIGNED:",
-        "if not agreement.some_flags & Flag.SIGNED:",
+        "elif agreement.common_flags & Flag.SIGNED:",
+        "elif agreement.some_flags & Flag.SIGNED:",
         "tests/replicas/test_found_by_default.py -k off_on_a_rank",
     ),
     Mutant(
         "a rank that left join() is compared",
-        'enumerate(agreement.column("replica")) if rank not in left}',
-        'enumerate(agreement.column("replica"))}',
+        "for rank, digest in of_ranks if rank not in left}",
+        "for rank, digest in of_ranks}",
         "tests/end_to_end/test_clean_loops.py -k joins",
     ),
     Mutant(
