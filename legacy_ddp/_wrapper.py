@@ -399,9 +399,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
 
     def extra_repr(self) -> str:
         """The part of ``print(model)`` about buckets, group, transport, checks and settings other than the defaults."""
-        layout, transport_text = self._synchronizer.planner.layout, self._synchronizer.transport_text
-        lines = [*_layout_lines(layout), *_group_lines(self._group, transport_text), _settings_line(self._settings)]
-        return "\n".join(lines)
+        layout, group_lines = self._synchronizer.planner.layout, _group_lines(self._group, self._synchronizer)
+        return "\n".join([*_layout_lines(layout), *group_lines, _settings_line(self._settings)])
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         """As of every module. If the wrapped module has the name, the AttributeError says so."""
@@ -461,12 +460,12 @@ def _layout_lines(layout: Layout | None) -> Iterator[str]:
         yield "no trainable parameters"
 
 
-def _group_lines(group: GroupHandle, transport_text: Callable[[dist.ProcessGroup], str]) -> list[str]:
+def _group_lines(group: GroupHandle, synchronizer: Synchronizer) -> list[str]:
     with suppress(ValueError, TypeError, RuntimeError):  # no group, or a destroyed group
         found = group.resolve()
         lines = [f"group: rank {dist.get_rank(found)} of {dist.get_world_size(found)}, {dist.get_backend(found)}"]
-        text = transport_text(found)
-        return [*lines, f"transport: {text}"] if text else lines
+        transport = synchronizer.transport_on(found)
+        return [*lines, f"transport: {transport.text}"] if transport is not None and transport.text else lines
     return ["group: none available"]
 
 

@@ -38,11 +38,6 @@ def construct(
 
     ``problem``: an earlier error of this rank, raised here so that the other ranks learn of it. ``wrapper``: a class
     forbidden inside ``module``.
-
-    Raises:
-        TypeError, ValueError: an unusable argument, module or parameter.
-        TransportError: ``transport="host"`` is not possible.
-        LayoutError, PeerError, DesyncError, LostPeerError: as the wrapper's constructor.
     """
     with announcing_failures(call):
         if problem is not None:
@@ -117,7 +112,7 @@ def _broadcast(
         on_device = any(item.tensor.device.type != "cpu" for item in tensors)
         header = Header(layout=inventory_digest(inventory), source=src)
         if operation == Operation.BROADCAST_PARAMETERS:  # also at the end of a join; buffers may travel in every step
-            header.flags = synchronizer.checks.flush_flag(call.groups)
+            header.flags = synchronizer.checks.late.flush_flag(call.groups)
         synchronizer.flush(call, agree(call, header, inventory, on_device=on_device))
         if call.groups.size == 1:
             return

@@ -22,7 +22,6 @@ from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_late_rank, warn
 from legacy_ddp._memory.layout import Layout
 from legacy_ddp._ranks.agree import Agreement, Mismatch, Precedence, compare_work, desync_error
-from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Flag, Header, Participation
 from legacy_ddp._ranks.private_groups import Groups
 from legacy_ddp._statistics import PARTS, SUSPICIOUS_CALLS, LateRankTrend, SameDataDetector, StepTimes, comparable_norm
@@ -163,7 +162,8 @@ class UnclearedGradients(Check):
 
     def facts(self, step: LocalStep) -> None:
         header = step.header
-        if header.participation == Participation.PLAIN and step.counter.added_to_used_results(step.plan.parameters):
+        counter, is_plain = step.counter, header.participation == Participation.PLAIN
+        if is_plain and counter.sums.additions and counter.added_to_used_results(step.plan.parameters):
             header.flags |= Flag.UNCLEARED
 
     def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
@@ -339,11 +339,11 @@ class CheckList:
     def __init__(self, checks: Sequence[Check]) -> None:
         self.all = checks
         # Called only if a parameter is on a device: the lists …_on_cpu are without this check.
-        self._late = next(check for check in checks if isinstance(check, LateNonFiniteGradients))
+        self.late = next(check for check in checks if isinstance(check, LateNonFiniteGradients))
         self.with_facts = _overriding(checks, "facts")
         self.with_compare = _overriding(checks, "compare")
-        self.with_facts_on_cpu = [check for check in self.with_facts if check is not self._late]
-        self.with_compare_on_cpu = [check for check in self.with_compare if check is not self._late]
+        self.with_facts_on_cpu = [check for check in self.with_facts if check is not self.late]
+        self.with_compare_on_cpu = [check for check in self.with_compare if check is not self.late]
         self.with_end = _overriding(checks, "end")
         # Rank 0 calls these after the call, each until it has a text.
         self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
@@ -353,14 +353,6 @@ class CheckList:
         self.mismatches: Sequence[tuple[Precedence, Mismatch]] = [
             (check.precedence, check.mismatch) for check in _overriding(checks, "mismatch")
         ]
-
-    def flush_flag(self, groups: Groups) -> int:
-        """As :meth:`LateNonFiniteGradients.flush_flag`."""
-        return self._late.flush_flag(groups)
-
-    def flush(self, call: Call) -> str | None:
-        """As :meth:`LateNonFiniteGradients.flush`."""
-        return self._late.flush(call)
 
 
 def _overriding(checks: Sequence[Check], method: str) -> list[Check]:

@@ -59,18 +59,22 @@ class PeerMemory:
     def settle(self, call: Gatherer, encoded: bytes, own: Callable[[], Sequence[Segment | None]]) -> str:
         """Map the segments ``encoded`` of a call, and unmap old ones. Collective if any of them is not mapped.
 
-        ``own``: gives the segments of this rank, by position. Returns as :meth:`map_new`.
+        ``own``: gives the segments of this rank, by position. Returns as :meth:`_map_new`.
         """
         self.settled, segments = None, decode_segments(encoded)
-        self.forget_unused(segments)
-        unknown = self.unknown(segments)
+        self._forget_unused(segments)
+        # For every rank the positions of its segments that are not mapped everywhere on its host.
+        unknown = [
+            [index for index, serial in enumerate(current.serials) if serial and serial not in mapped]
+            for mapped, current in zip(self._mapped, segments, strict=True)
+        ]
         is_known = not any(unknown)
-        if not is_known and (problem := self.map_new(call, segments, unknown, own())):
+        if not is_known and (problem := self._map_new(call, segments, unknown, own())):
             return problem
         self.segments, self.settled = segments, encoded if is_known else None
         return ""
 
-    def forget_unused(self, segments: Sequence[SegmentIds]) -> None:
+    def _forget_unused(self, segments: Sequence[SegmentIds]) -> None:
         """Unmap the segments that no rank will use again. ``segments``: the current segments of every rank.
 
         If a rank has spare memory, its newest earlier segments stay mapped, too: as many as it has current ones.
@@ -83,20 +87,7 @@ class PeerMemory:
                     del mapped[serial]
                 self.views.clear()
 
-    def keep_views(self, key: Hashable, views: object) -> None:
-        """Keep ``views`` until a segment is unmapped, or ``_MAX_KEPT_VIEWS`` others are kept."""
-        if len(self.views) >= _MAX_KEPT_VIEWS:
-            self.views.clear()
-        self.views[key] = views
-
-    def unknown(self, segments: Sequence[SegmentIds]) -> list[list[int]]:
-        """For every rank the positions of its segments that are not mapped everywhere on its host."""
-        return [
-            [index for index, serial in enumerate(current.serials) if serial and serial not in mapped]
-            for mapped, current in zip(self._mapped, segments, strict=True)
-        ]
-
-    def map_new(
+    def _map_new(
         self,
         call: Gatherer,
         segments: Sequence[SegmentIds],
@@ -345,7 +336,9 @@ class HostReducer(Reducer):
                 works += self._works_of(self._map(bucket, place, ranks, own), own_runs)
                 size_bytes += sum(stop - start for start, stop in own_runs) * bucket.dtype.itemsize
             kept = works, size_bytes
-            self._memory.keep_views(key, kept)
+            if len(self._memory.views) >= _MAX_KEPT_VIEWS:
+                self._memory.views.clear()
+            self._memory.views[key] = kept
         return kept
 
     def _map(self, bucket: Bucket, place: int, ranks: Sequence[int], own: int) -> HostMemory:

@@ -36,11 +36,7 @@ from legacy_ddp._torch.device import have_nonzero
 
 
 def read_metrics(metrics: object, reader: devices.Reader | None = None) -> dict[str, float]:
-    """The value of every metric, sorted by name. ``reader``: as for :func:`read_numbers`.
-
-    Raises:
-        TypeError, ValueError: as :func:`read_numbers`; not a mapping from names.
-    """
+    """The value of every metric, sorted by name. ``reader``: as for :func:`read_numbers`."""
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"metrics is of the wrong type: got {type(metrics).__name__}, expected a mapping of names to numbers, such "
@@ -180,14 +176,7 @@ class Packed:
 
 
 def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan, arguments: Arguments) -> Packed:
-    """Check arguments and gradients, and copy the gradients into flat tensors. Writes nothing that a user can see.
-
-    Raises:
-        TypeError, ValueError: an unusable argument. ValueError: the group has no backend for a device.
-        GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; an
-            incomplete micro-batch; an exception ended a backward pass.
-        LegacyDDPError: called from inside backward, or while a CUDA graph is captured.
-    """
+    """Check arguments and gradients, and copy the gradients into flat tensors. Writes nothing that a user can see."""
     with call.phase("pack"):
         check_can_communicate(call)
         reader = None if plan.layout.is_on_cpu else devices.Reader()
@@ -387,7 +376,7 @@ def _note_step(
     if counter.may_have_foreign_results and counter.is_after_foreign_call(plan.parameters):
         header.flags |= Flag.REDUCED
     if (
-        counter.accumulations == 0
+        not (header.micro_batches or counter.accumulations)
         and all(buffer.holds_only_views(grads[share]) for buffer, share in plan.slot_ranges)
         # Zeros count as cleared gradients: a rank without a batch is not a rank that calls twice.
         and have_nonzero(grad for grad in grads if grad is not None and grad.numel())

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.check import Subject, Warnings
 from legacy_ddp._call.check_list import make_checks
-from legacy_ddp._call.nonfinite import LateNonFiniteGradients
 from legacy_ddp._call.replicas import Replicas
 from legacy_ddp._call.transport_choice import Transport
 from legacy_ddp._check_settings import Checks
@@ -134,11 +133,7 @@ class Synchronizer:
         self.settings = settings
 
     def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
-        """The next call on ``group``. Collective in the first call of this process on ``group``.
-
-        Raises:
-            LegacyDDPError: called inside an ``on_sync()`` callback of the same parameters, or in a forked child.
-        """
+        """The next call on ``group``. Collective in the first call of this process on ``group``."""
         if self._is_notifying:
             raise LegacyDDPError(
                 f"{operation} was called inside an on_sync() callback of the same model, which would call it again; "
@@ -160,15 +155,10 @@ class Synchronizer:
             found = self.on_groups[group] = _OnGroup(GroupState(groups), transport)
         return Call(found.state, operation, self.settings, self.module_class)
 
-    def transport_text(self, group: dist.ProcessGroup) -> str:
-        """The transport of dense gradients on ``group``, as text; empty before the first call."""
+    def transport_on(self, group: dist.ProcessGroup) -> Transport | None:
+        """The transport on ``group``; None before the first call."""
         found = self.on_groups.get(group)
-        return "" if found is None else found.transport.text
-
-    def expected_transport(self, group: dist.ProcessGroup) -> str:
-        """The transport of the next call on ``group``, as text; empty for a single rank, or if nothing is known yet."""
-        found = self.on_groups.get(group)
-        return "" if found is None else found.transport.expected_text
+        return None if found is None else found.transport
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_training: bool) -> None:
         """Local: a forward of the wrapper begins. Has no effect on the forward."""
@@ -202,10 +192,10 @@ class Synchronizer:
         return record
 
     def flush(self, call: Call, agreement: Agreement) -> None:
-        """If all ranks have the flag of ``checks.flush_flag()`` in their headers, wait for the devices, and add the
+        """If all ranks have the flag of ``late.flush_flag()`` in their headers, wait for the devices, and add the
         warning about earlier calls, which the caller shows. Collective with the flag."""
-        if agreement.common_flags & Flag.WATCHED and (text := self.checks.flush(call)):
-            self.warnings.add_everywhere(call, text, LateNonFiniteGradients.section)
+        if agreement.common_flags & Flag.WATCHED and (text := self.checks.late.flush(call)):
+            self.warnings.add_everywhere(call, text, self.checks.late.section)
 
     def note_new_parameters(self, plan: Plan) -> None:
         """Note a broadcast of the parameters. It does not count as a step."""

@@ -54,11 +54,7 @@ def is_plain(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> bool:
 
 
 def check_gradient(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
-    """Refuse a gradient unusable for reduction.
-
-    Raises:
-        GradientError: ``grad`` requires grad, has a shape or dtype other than planned, or an unsupported layout.
-    """
+    """Refuse a gradient unusable for reduction."""
     if grad.requires_grad:
         problem = "requires grad: got create_graph=True, expected a plain gradient; detach it before all_reduce()"
     elif grad.layout not in (torch.strided, torch.sparse_coo):
@@ -226,11 +222,7 @@ class FlatBuffer:
         return self.views.transport_view if self.wire is None else self.wire
 
     def check(self, grads: Sequence[torch.Tensor | None], *, are_used: bool) -> None:
-        """Note which gradients (one per slot) are the views of their slots; if they are used, refuse unusable ones.
-
-        Raises:
-            GradientError: as :func:`check_gradient`.
-        """
+        """Note which gradients (one per slot) are the views of their slots; if they are used, refuse unusable ones."""
         views, count = self._views, len(grads)
         self.is_view = self._was_view = [False] * count if views is None else views.match_views(grads)
         if not are_used:
@@ -246,7 +238,7 @@ class FlatBuffer:
                 check_gradient(self.bucket, slot, grad)
         self.kinds = kinds_of(grads)
 
-    def pack(self, grads: Sequence[torch.Tensor | None], *, copy: bool = True) -> None:
+    def pack(self, grads: Sequence[torch.Tensor | None], *, copy: bool) -> None:
         """Copy the dense gradients to their slots, except views; None and sparse gradients are skipped.
 
         No ``.grad`` can see the writes. ``copy=False`` only makes the memory available.
@@ -340,9 +332,7 @@ class FlatBuffer:
             if kind != DENSE and _inside(runs, slot.offset):
                 flat[slot.offset : slot.offset + slot.numel].zero_()
 
-    def alias(
-        self, parameters: Sequence[torch.Tensor], kinds: Sequence[int], given: Collection[int] | None = None
-    ) -> None:
+    def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int], given: Collection[int] | None) -> None:
         """Give every parameter its reduced gradient: a view of the flat tensor, a copy, or None if absent.
 
         A gradient in memory of the script, which is looked for unless ``given`` is None, gets its result there.

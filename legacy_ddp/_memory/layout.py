@@ -136,10 +136,6 @@ def plan_layout(parameters: Sequence[Named], settings: Settings, module: Mapping
     """Give every trainable parameter a slot, in name order, in the bucket of its device and dtype.
 
     ``module``: the beginning of the inventory, see :func:`describe_module`.
-
-    Raises:
-        ValueError: a parameter is not usable, as :func:`check_dense`, :func:`check_shared` and :func:`check_trainable`
-            say.
     """
     for item in parameters:
         check_dense(item, kind="parameter")
@@ -187,11 +183,7 @@ def distinct(named: Iterable[tuple[str, torch.Tensor]], ignore: Collection[str] 
 
 
 def check_dense(item: Named, *, kind: str) -> None:
-    """Refuse a tensor without plain values of its own.
-
-    Raises:
-        ValueError: the tensor is lazy, on the meta device, a DTensor, nested, sparse, or quantized to less than a byte.
-    """
+    """Refuse a tensor without plain values of its own."""
     tensor = item.tensor
     if is_lazy(tensor):
         problem, step = "is not initialised yet (lazy module)", "run one forward pass before wrapping"
@@ -210,11 +202,7 @@ def check_dense(item: Named, *, kind: str) -> None:
 
 
 def check_shared(parameters: Sequence[Named], settings: Settings) -> None:
-    """Refuse parameters with the mark of values that each rank has for itself, such as those of its experts.
-
-    Raises:
-        ValueError: some parameters have a mark of ``_OF_ONE_RANK``.
-    """
+    """Refuse parameters with the mark of values that each rank has for itself, such as those of its experts."""
     marked = {
         item.name: test for item in parameters for test, is_marked in _OF_ONE_RANK.items() if is_marked(item.tensor)
     }
@@ -235,12 +223,7 @@ def check_shared(parameters: Sequence[Named], settings: Settings) -> None:
 
 
 def check_trainable(item: Named) -> None:
-    """Refuse a trainable parameter without a gradient to reduce.
-
-    Raises:
-        ValueError: the parameter is not a leaf, was made in inference mode, or its gradients are of a dtype other than
-            :data:`SUPPORTED_DTYPES`.
-    """
+    """Refuse a trainable parameter without a gradient to reduce."""
     tensor = item.tensor
     if not tensor.is_leaf:
         problem, step = "is computed from other tensors, expected a leaf", "pass the tensors that the optimizer holds"

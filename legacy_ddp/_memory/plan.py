@@ -253,18 +253,13 @@ class Plan:
         """Copy the dense gradients among ``grads``, one per slot, to their slots. No ``.grad`` sees the writes.
 
         With ``are_used=False`` gradients are neither checked nor copied.
-
-        Raises:
-            GradientError: as :func:`check_gradient`, before anything is copied.
         """
-        for buffer, slots in self.slot_ranges:
+        for buffer, slots in self.slot_ranges:  # all of them, before anything is copied
             buffer.check(grads[slots], are_used=are_used)
         for buffer, slots in self.slot_ranges:
             buffer.pack(grads[slots], copy=are_used)
 
-    def alias(
-        self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor], given: Collection[int] | None = None
-    ) -> None:
+    def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor], given: Collection[int] | None) -> None:
         """Give every parameter its reduced gradient; ``sparse`` has the sparse gradients, by slot.
 
         ``given``: slots with gradients of the script, as :meth:`BackwardCounter.given_gradients`.
@@ -337,11 +332,7 @@ class Planner:
             raise
 
     def plan(self, columns: Columns) -> Plan:
-        """The plan for all names of every parameter: the last plan, if nothing changed since.
-
-        Raises:
-            ValueError: a parameter is not usable, as :func:`plan_layout` says.
-        """
+        """The plan for all names of every parameter: the last plan, if nothing changed since."""
         names, tensors = columns
         known = self._known
         if known is not None and known.signature.matches(names, tensors):

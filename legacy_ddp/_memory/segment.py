@@ -75,9 +75,6 @@ class Mapping:
         """Map the same pages as private memory, also for children: no other process uses them any more. Close the file.
 
         After an exception the mapping stays in the table, with its open file.
-
-        Raises:
-            OSError: a limit of the kernel.
         """
         if _mappings.get(self.address) is self:  # some tensor still refers to the memory
             self._may_be_private = True
@@ -86,11 +83,7 @@ class Mapping:
         self._file.close()
 
     def replace_in_child(self) -> None:
-        """Map private memory at the addresses, which the kernel left free in this child.
-
-        Raises:
-            OSError: a limit of the kernel or of this process.
-        """
+        """Map private memory at the addresses, which the kernel left free in this child."""
         if self.descriptor == _NO_FILE:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
             _map_at(self.address, self.size_bytes, _NO_ACCESS, flags, _NO_FILE)
@@ -115,9 +108,6 @@ def map_shared(file: OpenFile, *, is_own: bool) -> tuple[torch.Tensor, Mapping]:
     """The whole memory of a sealed file, uint8. It stays mapped as long as a tensor refers to it.
 
     ``is_own``: the file is of this rank, and forked children of this rank see its values.
-
-    Raises:
-        OSError: the memory cannot be mapped.
     """
     size_bytes = os.fstat(file.descriptor).st_size
     address = _map(_new_address(size_bytes), size_bytes, _READ_WRITE, mmap.MAP_SHARED, file.descriptor)
@@ -199,9 +189,6 @@ class Segment:
     """Shared memory of ``size_bytes``. ``serial``: number in this process, from 1. ``process``: that has made it.
 
     When the segment is deleted, its memory becomes private: from then on only gradients kept by the user are in it.
-
-    Raises:
-        OSError: no memory, or a limit of the process, of the container or of the kernel.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -264,11 +251,7 @@ class SegmentPolicy:
 
 
 def _new_file(name: str) -> int:
-    """The descriptor of an anonymous file in memory.
-
-    Raises:
-        OSError: no such file can be made.
-    """
+    """The descriptor of an anonymous file in memory."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     descriptor = int(_libc_memfd_create()(name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING))
@@ -300,9 +283,5 @@ def no_memory_text(error: OSError) -> str:
 
 
 def map_segment(descriptor: int) -> torch.Tensor:
-    """The whole memory behind the descriptor of another rank's segment, uint8. The descriptor may be closed afterwards.
-
-    Raises:
-        OSError: the memory cannot be mapped.
-    """
+    """The memory behind the descriptor of another rank's segment, uint8. The descriptor may be closed afterwards."""
     return map_shared(OpenFile(descriptor), is_own=False)[0]

@@ -27,9 +27,8 @@ from legacy_ddp._steps.result_sums import LastResult, ResultSums
 
 _ANY_VERSION = -1  # of a parameter after a failed call
 _Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
-_counts: dict[int, list[int]] = {}  # of every counter that exists
-_divided: dict[int, set[int]] = {}  # the same
-_sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
+# Every counter that exists. A WeakSet takes longer to walk through.
+_counters: "list[weakref.ref[BackwardCounter]]" = []
 
 
 class PassiveHook:
@@ -196,11 +195,9 @@ class BackwardCounter:
         self._has_earlier_results = False  # a call with other parameters left some of the gradients
         self.may_have_foreign_results = False  # or a call of another counter, as of is_attached_to()
         self.divided: set[int] = set()
-        self._sums = ResultSums()  # known to all counters from attach() on
+        self.sums = ResultSums()
         weakref.finalize(self, remove_hooks, self._handles)
-        _counts[id(self)], _divided[id(self)] = self._counts, self.divided
-        weakref.finalize(self, _counts.pop, id(self), None)
-        weakref.finalize(self, _divided.pop, id(self), None)
+        _counters.append(weakref.ref(self, _counters.remove))
 
     def is_attached_to(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the hooks are on these parameters, in this order.
@@ -243,11 +240,10 @@ class BackwardCounter:
         self._counts[:] = counts
         self.mark_divided_again(divided)
         self._versions[:] = [parameter._version for parameter in parameters]
-        self._sums = ResultSums(last_results, self._counts)
-        _sums.append(weakref.ref(self._sums, _sums.remove))
+        self.sums = ResultSums(last_results, self._counts)
         for index, found in enumerate(before):
             if found is not None:
-                self._sums.take_over(index, found.hook.sums, found.hook.index)
+                self.sums.take_over(index, found.hook.sums, found.hook.index)
         self._hooks = [
             BackwardHook(
                 name,
@@ -256,7 +252,7 @@ class BackwardCounter:
                 self._versions,
                 self.policy,
                 last_result,
-                self._sums,
+                self.sums,
                 self.divided,
                 earlier_result,
             )
@@ -333,7 +329,7 @@ class BackwardCounter:
 
         False if reading the gradients would wait for a device.
         """
-        if not self._sums.additions or self._sums.may_wait():
+        if self.sums.may_wait():
             return False
         reached = self.reached(parameters)
         if not all(own.is_stepped for own, _ in reached):
@@ -359,7 +355,7 @@ class BackwardCounter:
         """
         if self.policy.has_leaves:  # the tensors of the script were taken out of ``.grad``
             return None
-        given = self._sums.given
+        given = self.sums.given
         if given:
             return given.union(index for index, count in enumerate(self._counts) if not count)
         return () if was_edited or 0 in self._counts else None
@@ -434,7 +430,7 @@ class BackwardCounter:
         for hook in self._hooks:
             hook.grad_version = -1 if keep_counts else sys.maxsize
             hook.is_consumed = False
-        self._sums.clear()
+        self.sums.clear()
 
     def reset(self, parameters: Sequence[torch.Tensor] = ()) -> None:
         """Set all counts to 0. ``parameters``: given after a call that has left results."""
@@ -442,7 +438,7 @@ class BackwardCounter:
             for index in [index for index, count in enumerate(self._counts) if not count]:
                 self._versions[index] = parameters[index]._version
         self._counts[:] = [0] * len(self._counts)
-        self._sums.clear()
+        self.sums.clear()
         self.policy.has_local_steps, self.policy.idle_calls = False, 0
         passes = self.policy.passes
         passes.numbers.clear()
@@ -464,9 +460,14 @@ class BackwardCounter:
         ]
 
 
+def _all_counters() -> list[BackwardCounter]:
+    # Of a copy, because other threads may make counters meanwhile.
+    return [counter for reference in tuple(_counters) if (counter := reference()) is not None]
+
+
 def is_any_counting() -> bool:
     """Whether any parameter with a hook was reached by backward since the last reset of its counter."""
-    return any(map(any, list(_counts.values())))  # a list: other threads may make counters meanwhile
+    return any(any(counter._counts) for counter in _all_counters())
 
 
 def waiting_for_call(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -482,11 +483,11 @@ def waiting_for_call(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def is_any_divided_again() -> bool:
     """Whether any result holds an earlier result that a later call has divided."""
-    return any(list(_divided.values()))
+    return any(counter.divided for counter in _all_counters())
 
 
 def _have_additions() -> bool:
-    return any(sums is not None and sums.additions for sums in [reference() for reference in tuple(_sums)])
+    return any(counter.sums.additions for counter in _all_counters())
 
 
 @cache
@@ -496,11 +497,7 @@ def watch_uses() -> None:
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for reference in tuple(_sums):
-        sums = reference()
-        if sums is not None and sums.awaits_step:
-            break
-    else:  # no backward has added to a result until now
+    if not any(counter.sums.awaits_step for counter in _all_counters()):  # no backward has added to a result until now
         return
     for group in optimizer.param_groups:
         for hooks in internals.accumulate_hooks(group["params"]):

@@ -95,7 +95,7 @@ def check_replicas(
                 header = Header(layout=inventory_digest(request))
                 header.micro_batches = synchronizer.planner.counter.micro_batches
                 own.add_digests(header)
-            header.flags |= synchronizer.checks.flush_flag(call.groups)
+            header.flags |= synchronizer.checks.late.flush_flag(call.groups)
         agreement = agree(call, header, request)
         synchronizer.flush(call, agreement)
         report = compare_headers(call, agreement.rows, own, details=details)

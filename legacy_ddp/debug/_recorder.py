@@ -314,6 +314,7 @@ class Recorder:
 
     def _settings(self) -> Environment:
         target = self._target
+        transport = target.synchronizer.transport_on(target.group)
         return environment_of(
             target.module,
             target.synchronizer.settings,
@@ -321,7 +322,7 @@ class Recorder:
             self._optimizers,
             every=self._every,
             first_step=self._first_step,
-            transport=target.synchronizer.expected_transport(target.group),
+            transport="" if transport is None else transport.expected_text,
             argv=sys.argv if self._has_argv else None,
         )
 
