@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from legacy_ddp._call.transport_choice import HOST, Transport
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._memory.flat_buffer import ABSENT, SPARSE, ZEROS
+from legacy_ddp._memory.layout import Layout
 from legacy_ddp._memory.plan import Columns, Plan
 from legacy_ddp._ranks.agree import Agreement, agree, announce_failure
 from legacy_ddp._ranks.call import Call
@@ -127,14 +129,17 @@ def _exchange(
     reduced = transport.settle(call, plan, packed).reduce(call, plan, packed, agreement)
     with call.phase("alias"):
         given = step.counter.given_gradients(was_edited=packed.was_edited)
-        plan.alias(_kinds_of_results(call, reduced), reduced.sparse, given)
+        kinds = reduced.kinds
+        if call.settings.absent_gradients == "zeros" and reduced.divisor:
+            kinds = _with_zeros(call, plan.layout, kinds)
+        plan.alias(kinds, reduced.sparse, given)
     return agreement, metrics, reduced
 
 
 def _end(synchronizer: Synchronizer, step: LocalStep) -> None:
     if synchronizer.leaves is not None:
         synchronizer.leaves.end_step()
-    synchronizer.policy.clock.end_call()
+    synchronizer.policy.clock.mark = perf_counter()  # the time of a call counts for no step
     step.counter.reset(step.plan.parameters)
     step.call.group_state.waited_seconds = step.call.seconds["agree"]
     for check in synchronizer.checks.with_end:
@@ -179,20 +184,14 @@ def _record(
     return record
 
 
-def _kinds_of_results(call: Call, reduced: Payload) -> Sequence[int]:
-    """The kinds of the gradients after the call. ``absent_gradients="zeros"`` turns ABSENT into ZEROS, except for a
-    parameter that has had a sparse gradient.
-    """
-    kinds = reduced.kinds
-    if call.settings.absent_gradients == "none" or not reduced.divisor:
-        return kinds
+def _with_zeros(call: Call, layout: Layout, kinds: Sequence[int]) -> Sequence[int]:
+    """``kinds`` of reduced gradients, with ZEROS in place of ABSENT, except for a parameter that has had a sparse
+    gradient."""
     # The names of sparse gradients are kept by group, whose ranks have made the same calls. The plan of a rank may be
     # newer than that of another, or have sparse gradients from another group.
-    slots, sparse = reduced.plan.layout.slots, call.group_state.sparse
+    slots, sparse = layout.slots, call.group_state.sparse
     if max(kinds, default=ABSENT) >= SPARSE:
         sparse.update(slot.name for slot, kind in zip(slots, kinds, strict=True) if kind >= SPARSE)
-    if ABSENT not in kinds:
-        return kinds
     return [
         ZEROS if kind == ABSENT and slot.name not in sparse else kind for slot, kind in zip(slots, kinds, strict=True)
     ]

@@ -190,14 +190,17 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         if (is_weighted := header.participation == Participation.SAMPLES) or counter.divided:
             # Before _collect(), which forgets the results of the last call if a gradient is kept elsewhere.
             stale = counter.stale(plan.parameters, is_weighted=is_weighted)
-        grads = _collect(plan, leaves, header, reader)
+        takes_part = header.takes_part  # until the sample_size is read, which may be 0
+        grads = _collect(plan, leaves, header, reader, takes_part=takes_part)
         if reader is not None or plan.may_need_wire:
             _allocate(call, plan, has_wire=leaves is None)
         flats: Sequence[torch.Tensor] = list(map(_FLAT, plan.buffers))
         kinds = list(chain.from_iterable(map(_KINDS, plan.buffers)))
-        if reader is not None and leaves is None:
-            _read_together(plan, kinds, header, reader, wants_norm=wants_norm)
-        takes_part = header.takes_part
+        norms: Sequence[float] = ()
+        if reader is not None:
+            if leaves is None:
+                norms = _read_together(plan, kinds, header, reader, wants_norm=wants_norm)
+            takes_part = header.takes_part
         sparse: dict[int, torch.Tensor] = {}
         if takes_part:
             _note_step(call, counter, plan, grads, header)
@@ -214,15 +217,17 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         segments = () if leaves is None else leaves.sums.segments(flats)
         was_edited = counter.was_first_edited(plan.parameters)
         packed = Packed(kinds, flats, sparse, header, segments, metrics, stale, was_edited)
-        if takes_part and wants_norm and not header.flags & Flag.VALUES:
-            _add_norm(header, *norm_of(pieces_of(plan, packed)))
+        if takes_part and wants_norm:
+            norm, is_finite = norm_of(pieces_of(plan, packed), norms)
+            header.flags |= Flag.VALUES if is_finite else Flag.VALUES | Flag.NONFINITE
+            header.norm_bits = encode_double(norm)
         return packed
 
 
 def _collect(
-    plan: Plan, leaves: Leaves | None, header: Header, reader: devices.Reader | None
+    plan: Plan, leaves: Leaves | None, header: Header, reader: devices.Reader | None, *, takes_part: bool
 ) -> Sequence[torch.Tensor | None]:
-    """Copy the gradients of a rank that takes part. A sample_size that was not read yet may still be 0."""
+    """Copy the gradients of a rank that takes part."""
     if leaves is not None:
         _require_sample_size(header)
         if reader is not None:
@@ -230,7 +235,7 @@ def _collect(
         return leaves.collect_last(plan) if header.takes_part else []
     grads = plan.grads
     try:
-        plan.collect(grads, are_used=header.takes_part)
+        plan.collect(grads, are_used=takes_part)
     except GradientError:
         if reader is None:
             raise
@@ -243,17 +248,18 @@ def _collect(
 
 def _read_together(
     plan: Plan, kinds: Sequence[int], header: Header, reader: devices.Reader, *, wants_norm: bool
-) -> None:
-    """Read metrics, sample_size and the norm of dense gradients from the devices, with one wait of the host."""
-    has_norm = header.takes_part and wants_norm and max(kinds, default=ABSENT) < SPARSE
-    flats = [buffer.views.flat for buffer in plan.buffers]
-    pieces = pieces_of(plan, Packed(kinds, flats, {}, header)) if has_norm else []
+) -> list[float]:
+    """Read metrics, sample_size and the norms of dense gradients from the devices, with one wait of the host.
+
+    Returns the norm of each piece of the gradients (:func:`pieces_of`); nothing if some gradients are sparse.
+    """
     norms: list[float] = []
-    for piece in pieces:
-        reader.add_scalar(_norm(piece), norms.append)
+    if header.takes_part and wants_norm and max(kinds, default=ABSENT) < SPARSE:
+        flats = [buffer.views.flat for buffer in plan.buffers]
+        for piece in pieces_of(plan, Packed(kinds, flats, {}, header)):
+            reader.add_scalar(_norm(piece), norms.append)
     reader.read()
-    if has_norm and header.takes_part:
-        _add_norm(header, *norm_of(pieces, norms))
+    return norms
 
 
 def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
@@ -435,11 +441,6 @@ def _unheld(parameter: torch.Tensor) -> str:
         "; no optimizer holds this parameter, and zero_grad() of an optimizer clears what it holds: make the optimizer "
         "of model.parameters() again, after load_state_dict(assign=True) or a new layer"
     )
-
-
-def _add_norm(header: Header, norm: float, finite: bool) -> None:
-    header.flags |= Flag.VALUES if finite else Flag.VALUES | Flag.NONFINITE
-    header.norm_bits = encode_double(norm)
 
 
 def pieces_of(plan: Plan, packed: Packed) -> list[torch.Tensor]:

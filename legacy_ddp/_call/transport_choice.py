@@ -175,9 +175,10 @@ class Transport:
         """The segments of this rank in a call, by position (:class:`SegmentIds`). Empty after a failure to make one."""
         if self._planner.segments.problem:
             return []
-        shared, segments = plan.layout.shared_buckets, []
+        shared = plan.layout.shared_buckets
+        segments: list[Segment | None] = []
         for index in shared:
-            segments.append(plan.buffers[index].segment)
+            segments.append(plan.buffers[index].views.segment)
         return segments + [packed.segments[index] for index in shared] if packed.segments else segments
 
     def _share(self, call: Call, plan: Plan, packed: Packed, segments: bytes) -> PeerMemory | None:

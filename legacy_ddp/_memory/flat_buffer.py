@@ -24,7 +24,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._errors import GradientError
 from legacy_ddp._memory.layout import Bucket, Run, Slot, wire_dtype
 from legacy_ddp._memory.script_memory import TakenMemory, can_hold_result, held_by_script, note_flat_tensor
-from legacy_ddp._memory.segment import Segment, SegmentPolicy
+from legacy_ddp._memory.segment import SegmentPolicy
 from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
 
@@ -210,11 +210,6 @@ class FlatBuffer:
     @property
     def flat(self) -> torch.Tensor:
         return (self._views or self.views).flat
-
-    @property
-    def segment(self) -> Segment | None:
-        """The shared memory of the flat tensor, None for ordinary memory."""
-        return (self._views or self.views).segment
 
     @property
     def payload(self) -> torch.Tensor:

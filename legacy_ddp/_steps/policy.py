@@ -42,23 +42,20 @@ class StepClock:
     forward: float = 0.0
     backward: float = 0.0
     accumulated: float = 0.0
-    _mark: float = field(default_factory=perf_counter)  # the time up to here is divided
+    mark: float = field(default_factory=perf_counter)  # the time up to here is divided
 
     def begin(self) -> None:
-        now, mark = perf_counter(), self._mark
+        now, mark = perf_counter(), self.mark
         if self.accumulated > mark:
             self.backward += self.accumulated - mark
             mark = self.accumulated
         self.data += now - mark
-        self._mark = now
+        self.mark = now
 
     def end_forward(self) -> None:
         now = perf_counter()
-        self.forward += now - self._mark
-        self._mark = now
-
-    def end_call(self) -> None:
-        self._mark = perf_counter()
+        self.forward += now - self.mark
+        self.mark = now
 
 
 class OpenPasses:

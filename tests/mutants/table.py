@@ -460,7 +460,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "the time of a call counts for the next step",
-        "    synchronizer.policy.clock.end_call()\n",
+        "    synchronizer.policy.clock.mark = perf_counter()  # the time of a call counts for no step\n",
         "",
         f"{_LATE_RANK} -k names_the_late_rank",
     ),
@@ -490,8 +490,8 @@ COLLECTIVES = (
     ),
     Mutant(
         "zeros for absent gradients, also where no rank takes part",
-        'absent_gradients == "none" or not reduced.divisor:',
-        'absent_gradients == "none":',
+        'absent_gradients == "zeros" and reduced.divisor:',
+        'absent_gradients == "zeros":',
         f"{_ABSENT} -k only_what",
     ),
     Mutant(
