@@ -43,7 +43,7 @@ from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
 from legacy_ddp._replicas.state import SharedBuffers, add_memory
 from legacy_ddp._reproducible import LeafSums, Leaves, PartialSums
-from legacy_ddp._steps import backward_counter, guard, step_counter
+from legacy_ddp._steps import guard, step_counter
 from legacy_ddp._steps.backward_counter import BackwardCounter, BackwardHook, remove_hooks
 from legacy_ddp._steps.policy import StepPolicy
 from legacy_ddp._torch import tensors
@@ -243,9 +243,8 @@ def _run_without_hooks(training: Training) -> None:
 
 def _unregistered() -> list[str]:
     """A process in which no wrapper has registered hooks on steps yet; the list is for what the hooks note."""
-    for registration in (guard.guard_steps, backward_counter.watch_uses, step_counter._register_step_hooks):
+    for registration in (guard.guard_steps, step_counter.watch_steps):
         registration.cache_clear()
-    step_counter.watch_scalers.cache_clear()
     for registered in (tensors._pre_hooks, tensors._post_hooks):
         registered.clear()
     torchs_steps._global_optimizer_pre_hooks.clear()
@@ -272,16 +271,15 @@ class _Noting:
 def _register(steps: list[str]) -> None:
     internals.before_every_step(_Noting(steps, "before"))
     internals.after_every_step(_Noting(steps, "after"))
-    for registration in (guard.guard_steps, backward_counter.watch_uses, step_counter._register_step_hooks):
+    for registration in (guard.guard_steps, step_counter.watch_steps):
         registration()
-    step_counter.watch_scalers()
 
 
 def _check_registered(steps: list[str]) -> None:
     _register(steps)
     torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
     assert steps == ["before", "after"]
-    assert (len(tensors._pre_hooks), len(tensors._post_hooks)) == (4, 3)
+    assert (len(tensors._pre_hooks), len(tensors._post_hooks)) == (3, 2)
     assert len(torchs_steps._global_optimizer_pre_hooks) == len(torchs_steps._global_optimizer_post_hooks) == 1
 
 
@@ -405,7 +403,7 @@ _OF_PROCESS = {
     "hooks on steps": Case(
         (
             *(internals.before_every_step, internals.after_every_step, internals.add_step_pre_hook),
-            *(guard.guard_steps, backward_counter.watch_uses, step_counter._register_step_hooks),
+            *(guard.guard_steps, step_counter.watch_steps),
         ),
         *(_unregistered, _register, _check_registered),
         stride=2,

@@ -213,13 +213,8 @@ class Warnings:
         # The rank of the log record, the text, its section, and whether every rank has this text.
         self.pending: list[tuple[int, str, str, bool]] = []
 
-    def add(self, call: Call, text: str, section: str) -> None:
-        """Add a warning of rank 0 alone."""
-        self.pending.append((0, call.name_in_full(text), section, False))
-
-    def add_everywhere(self, call: Call, text: str, section: str) -> None:
-        """Add a warning that every rank has."""
-        self.pending.append((call.groups.rank, call.name_in_full(text), section, True))
+    def add(self, call: Call, text: str, section: str, *, is_everywhere: bool = True) -> None:
+        self.pending.append((call.groups.rank, call.name_in_full(text), section, is_everywhere))
 
     def emit(self) -> None:
         """Show the pending warnings, at the line of the script that called :meth:`all_reduce`."""

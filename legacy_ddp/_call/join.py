@@ -129,7 +129,6 @@ class Joining(Joinable):
         return work
 
     def _refuse_inside_join(self, operation: str) -> None:
-        """Raise a LegacyDDPError inside a join()."""
         if self._joining is not None:
             raise LegacyDDPError(
                 f"{operation} was called inside join(): ranks that have left the block would not take part; "

@@ -31,7 +31,7 @@ from legacy_ddp._ranks.agree import Agreement
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.header import Flag
 from legacy_ddp._ranks.private_groups import Groups
-from legacy_ddp._steps.step_counter import knows_scalers, used_scaler, watch_scalers
+from legacy_ddp._steps.step_counter import knows_scalers, used_scaler, watch_steps
 from legacy_ddp._text import error_line, name_ranks
 from legacy_ddp._torch import device as devices
 
@@ -65,7 +65,7 @@ class NonFiniteGradients(Check):
         self._skipped_calls = 0  # with "skip"; equal on all ranks
         self._has_searched_scalers = False  # the scalers of the process are searched for once
         if self.is_on:
-            watch_scalers()
+            watch_steps()
 
     def facts(self, step: LocalStep) -> None:
         checks, header = step.call.checks, step.header

@@ -30,9 +30,10 @@ from legacy_ddp._record import NoMetrics, SyncRecord
 from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._reproducible import Leaves
 from legacy_ddp._settings import Settings, resolve_checks, resolve_timeout, resolve_transport
-from legacy_ddp._steps.backward_counter import PassiveHook, watch_uses
+from legacy_ddp._steps.backward_counter import PassiveHook
 from legacy_ddp._steps.guard import guard_steps
 from legacy_ddp._steps.policy import StepPolicy
+from legacy_ddp._steps.step_counter import watch_steps
 from legacy_ddp._text import printable
 
 _UNGUARDED = Checks(unsynchronized_step="allow")  # all_reduce_gradients() has no no_sync() for a local step
@@ -88,7 +89,6 @@ def private_forwards() -> Iterator[None]:
 
 
 def are_forwards_private() -> bool:
-    """Whether a block of :func:`private_forwards` is open in this process."""
     return bool(_private_blocks)
 
 
@@ -118,7 +118,7 @@ class Synchronizer:
         if settings.checks.guards_steps:
             guard_steps()
         if settings.checks.level != "off":
-            watch_uses()
+            watch_steps()
         # By the user's group: a wrapper that returns to an earlier group continues with its counters.
         self.on_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _OnGroup] = weakref.WeakKeyDictionary()
         self._is_notifying = False
@@ -195,7 +195,7 @@ class Synchronizer:
         """If all ranks have the flag of ``late.flush_flag()`` in their headers, wait for the devices, and add the
         warning about earlier calls, which the caller shows. Collective with the flag."""
         if agreement.common_flags & Flag.WATCHED and (text := self.checks.late.flush(call)):
-            self.warnings.add_everywhere(call, text, self.checks.late.section)
+            self.warnings.add(call, text, self.checks.late.section)
 
     def note_new_parameters(self, plan: Plan) -> None:
         """Note a broadcast of the parameters. It does not count as a step."""

@@ -242,11 +242,9 @@ class Plan:
 
     @property
     def grads(self) -> list[torch.Tensor | None]:
-        """The current gradient of each slot's parameter."""
         return list(map(attrgetter("grad"), self.parameters))
 
     def bucket_of(self, index: int) -> Bucket:
-        """The bucket of slot ``index``."""
         return next(buffer.bucket for buffer, slots in self.slot_ranges if slots.start <= index < slots.stop)
 
     def collect(self, grads: Sequence[torch.Tensor | None], *, are_used: bool = True) -> None:

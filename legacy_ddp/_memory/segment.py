@@ -205,7 +205,6 @@ class Segment:
 
     @property
     def descriptor(self) -> int:
-        """Of the file behind the memory."""
         return self._file.descriptor
 
 

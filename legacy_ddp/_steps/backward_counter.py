@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import contains, is_
 from threading import get_ident
 from time import perf_counter
@@ -490,13 +489,8 @@ def _have_additions() -> bool:
     return any(counter.sums.additions for counter in _all_counters())
 
 
-@cache
-def watch_uses() -> None:
-    """Note from now on which steps in this process use the results of calls. Later calls do nothing."""
-    internals.after_every_step(_note_step)
-
-
-def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def note_uses(optimizer: torch.optim.Optimizer) -> None:
+    """A step of ``optimizer`` has used results of calls."""
     if not any(counter.sums.awaits_step for counter in _all_counters()):  # no backward has added to a result until now
         return
     for group in optimizer.param_groups:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._steps.backward_counter import BackwardHook
+from legacy_ddp._steps.backward_counter import BackwardHook, note_uses
 from legacy_ddp._steps.policy import StepPolicy
 from legacy_ddp._torch import device as devices
 
@@ -24,7 +24,7 @@ class StepObserver:
         self._open: weakref.ref[torch.optim.Optimizer] | None = None  # the step that has begun and not ended
         self._has_closure = False  # of the open step
         _observers.append(weakref.ref(self, _observers.remove))
-        _register_step_hooks()
+        watch_steps()
 
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """An outermost step begins. A closure computes the gradients later."""
@@ -66,16 +66,27 @@ class StepObserver:
 
 
 _observers: list[weakref.ref[StepObserver]] = []  # a WeakSet takes longer to walk through
+# Of each optimizer the scaler of its last step. Weak references: neither stays alive here.
+last_scalers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[torch.amp.GradScaler]]" = (
+    weakref.WeakKeyDictionary()
+)
+_known: "weakref.WeakValueDictionary[int, torch.amp.GradScaler]" = weakref.WeakValueDictionary()  # by id: any class
 
 
 @cache
-def _register_step_hooks() -> None:
+def watch_steps() -> None:
+    """See every step in this process from now on: for observers, the scaler of each optimizer, and the use of results.
+    Later calls do nothing."""
     internals.before_every_step(_before_step)  # after the pre-hooks of the optimizer: a pre-hook may make the call
     internals.after_every_step(_after_step)
 
 
 @internals.keeps_grad_mode
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    scaler = internals.calling_scaler()
+    if scaler is not None:
+        last_scalers[optimizer] = weakref.ref(scaler)
+        _known[id(scaler)] = scaler
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
     for reference in tuple(_observers):
         observer = reference()
@@ -93,6 +104,7 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             observer._after_step(optimizer)
         else:
             observer._after_other_step(optimizer)
+    note_uses(optimizer)
 
 
 class StepCounter(StepObserver):
@@ -184,26 +196,6 @@ def _is_of_training(parameter: torch.Tensor) -> bool:
         for hook in hooks.values()
         if type(hook) is BackwardHook
     )
-
-
-# Of each optimizer the scaler of its last step. Weak references: neither stays alive here.
-last_scalers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[torch.amp.GradScaler]]" = (
-    weakref.WeakKeyDictionary()
-)
-_known: "weakref.WeakValueDictionary[int, torch.amp.GradScaler]" = weakref.WeakValueDictionary()  # by id: any class
-
-
-@cache
-def watch_scalers() -> None:
-    """Note the scaler of every step in this process from now on. Later calls do nothing."""
-    internals.before_every_step(_note_scaler)
-
-
-def _note_scaler(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
-    scaler = internals.calling_scaler()
-    if scaler is not None:
-        last_scalers[optimizer] = weakref.ref(scaler)
-        _known[id(scaler)] = scaler
 
 
 def used_scaler(*, search: bool) -> torch.amp.GradScaler | None:
