@@ -2,27 +2,17 @@
 
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncTimeoutError, all_reduce_gradients
 from tests.helpers.ranks import run_ranks
 
 _PLACE = "environment variable LEGACY_DDP_CHECKS: "
 _NAMES = re.escape("expected a level, or name=value with a name of ('level', 'uneven', ")
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this one process."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _settings(checks: Any = "info") -> str:

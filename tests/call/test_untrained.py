@@ -11,7 +11,6 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers import logged_warnings
-from tests.helpers.besides_ddp import distributed_optimizers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import tanh_net
@@ -337,16 +336,6 @@ def _without_data(job: Job) -> None:
         optimizer.step()
 
 
-def _sharded(job: Job) -> None:
-    kind = distributed_optimizers().ZeroRedundancyOptimizer
-    job.train(kind(job.net.parameters(), torch.optim.AdamW, lr=1e-3), 40)
-
-
-def _fused(job: Job) -> None:
-    for options in ({"fused": True}, {"foreach": True}):
-        job.train(torch.optim.AdamW(job.net.parameters(), **options), 20)
-
-
 def _experts(job: Job) -> None:
     """Each rank uses one of two layers in a step."""
     job.net.zero_grad()
@@ -392,8 +381,6 @@ TWINS: dict[str, Callable[[Job], None]] = {
         _dead,
         _clears_now_and_then,
         _without_data,
-        _sharded,
-        _fused,
         _experts,
         _reptile,
     )

@@ -88,11 +88,6 @@ def _overlap(net: _Net, rank: int) -> None:
     net.a.grad, net.b.grad = memory[:4].view(2, 2), memory[2:].view(2, 2)
 
 
-def _shift(net: _Net, rank: int) -> None:
-    net.a.grad = _grad(net.a).as_strided((2, 2), (2, 1), _grad(net.a).storage_offset())
-    net.b.grad = _grad(net.b).as_strided((2, 2), (1, 1))
-
-
 def _expand(net: _Net, rank: int) -> None:
     net.a.grad = _grad(net.a)[0].expand(2, 2)
 
@@ -245,19 +240,6 @@ def test_gradient_kept_beside_one_in_use_is_not_overwritten(rank: int) -> list[A
     return _values(kept, net.a.grad, net.b.grad)
 
 
-@on_ranks(2, [_values(A, 2 * ONES, 4 * ONES, 6 * ONES)] * 2)
-def test_a_history_of_gradients_keeps_every_step(rank: int) -> list[Any]:
-    wrapped, net = _after_one_call(rank)
-    history = [_grad(net.a)]
-    for _ in range(3):
-        wrapped.zero_grad()
-        _backward(net, rank)
-        net.a.grad = _grad(net.a) * len(history)
-        wrapped.all_reduce()
-        history.append(_grad(net.a))
-    return _values(*history)
-
-
 # --- the module changes under the views -------------------------------------------------------------------------------
 
 
@@ -408,26 +390,6 @@ def test_a_saved_gradient_takes_the_room_of_its_own_elements() -> None:
     for small, big in _saved_bytes():
         assert small < 10_000
         assert 4 * BIG <= big < 4 * BIG + 10_000
-
-
-@on_ranks(2)
-def _clip(rank: int) -> tuple[float, list[Any], list[Any]]:
-    wrapped, net = _after_one_call(rank)
-    addresses = [_grad(p).data_ptr() for p in (net.a, net.b)]
-    _grad(net.a).fill_(1.5), _grad(net.b).fill_(2.0)  # norms 3 and 4
-    norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
-    clipped = [_grad(net.a)[0, 0].item(), _grad(net.b)[0, 0].item()]
-    wrapped.all_reduce()
-    assert addresses == [_grad(p).data_ptr() for p in (net.a, net.b)]
-    return norm.item(), clipped, _values(net.a.grad, net.b.grad)
-
-
-def test_clipping_works_on_the_views() -> None:
-    for norm, clipped, later in _clip():
-        assert norm == 5.0
-        # torch adds 1e-6 to the norm it divides by.
-        torch.testing.assert_close(clipped, [0.3, 0.4], rtol=1e-6, atol=0)
-        assert later == [[[value] * 2] * 2 for value in clipped]
 
 
 # --- an error changes nothing -----------------------------------------------------------------------------------------
