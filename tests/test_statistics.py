@@ -21,6 +21,7 @@ from legacy_ddp._statistics import (
     SUSPICIOUS_CALLS,
     LateRank,
     LateRankTrend,
+    LimitDetector,
     SameDataDetector,
     StepTimes,
     estimate_noise,
@@ -29,7 +30,7 @@ from legacy_ddp._statistics import (
 )
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import run_cases
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, error_of, wrap
 
 # Gradient noise
@@ -270,7 +271,10 @@ def test_a_trend_tells_of_each_hundred_calls_by_the_waits_told_in_the_next_call(
 # Ranks that hold the same
 
 
-def _identical(rank: int) -> list[tuple[tuple[int, ...], ...]]:
+@on_ranks(4, [[((0, 2),), ((2, 3),), (), ((0, 1, 3),), ((0, 1),)]] * 4)
+def test_ranks_of_equal_norm_are_told_and_zero_nan_and_ranks_that_skip_equal_nothing(
+    rank: int,
+) -> list[tuple[tuple[int, ...], ...]]:
     model = wrap(checks=Checks(nonfinite="ignore"))
     found = []
     for value in ([1, 2, 1, 2], [0, 0, 1, 1], [math.nan, math.nan, 1, 2], [1, 1, 1 + 2**-22, 1], [1, -1, 2, 3]):
@@ -278,10 +282,6 @@ def _identical(rank: int) -> list[tuple[tuple[int, ...], ...]]:
         add_gradients(model, value[rank])
         found.append(model.all_reduce(skip=value[rank] == 2).identical_ranks)
     return found
-
-
-def test_ranks_of_equal_norm_are_told_and_zero_nan_and_ranks_that_skip_equal_nothing() -> None:
-    assert run_ranks(_identical, 4) == [[((0, 2),), ((2, 3),), (), ((0, 1, 3),), ((0, 1),)]] * 4
 
 
 @given(st.lists(st.lists(st.sampled_from([None, 1.0, 2.0]), min_size=5, max_size=5), max_size=40), st.data())
@@ -386,7 +386,8 @@ def test_ranks_with_gradients_that_do_not_depend_on_the_data_are_told_this_cause
     assert others == []
 
 
-def _reduced_twice(rank: int) -> list[str]:
+@on_ranks(2, [[], []])
+def test_gradients_that_another_wrapper_has_reduced_are_no_sign_of_the_same_data(rank: int) -> list[str]:
     """Two wrappers of one module, both called in every step on data of each rank; the texts of the warnings."""
     net = nn.Linear(4, 1)
     models = [LegacyDistributedDataParallel(net), LegacyDistributedDataParallel(net)]
@@ -398,10 +399,6 @@ def _reduced_twice(rank: int) -> list[str]:
         assert norms[1][0] == norms[1][1]
     caught = logged_warnings.take_all()
     return [warning.text for warning in caught]
-
-
-def test_gradients_that_another_wrapper_has_reduced_are_no_sign_of_the_same_data() -> None:
-    assert run_ranks(_reduced_twice, 2) == [[], []]
 
 
 _SAME = [(0, 0, 0)] * CALLS
@@ -423,7 +420,10 @@ def test_nothing_is_said_of_ranks_that_do_not_hold_the_same_or_may(world_size: i
     assert run_cases(_train, world_size, cases) == dict.fromkeys(cases, [[]] * world_size)
 
 
-def _repeated_calls(rank: int) -> list[tuple[tuple[int, ...], ...]]:
+@on_ranks(2, [[((0, 1),)] * 2] * 2)  # they are identical, as they must be
+def test_nothing_is_said_of_calls_that_only_repeat_what_the_last_one_left(
+    rank: int,
+) -> list[tuple[tuple[int, ...], ...]]:
     found = []
     for as_view in (True, False):
         model = wrap(gradient_as_bucket_view=as_view)
@@ -432,10 +432,6 @@ def _repeated_calls(rank: int) -> list[tuple[tuple[int, ...], ...]]:
             record = model.all_reduce()
         found.append(record.identical_ranks)
     return found
-
-
-def test_nothing_is_said_of_calls_that_only_repeat_what_the_last_one_left() -> None:
-    assert run_ranks(_repeated_calls, 2) == [[((0, 1),)] * 2] * 2  # they are identical, as they must be
 
 
 def _two_warnings(rank: int) -> list[tuple[int, str]]:
@@ -472,3 +468,32 @@ def _other_group(rank: int) -> list[str]:
 
 def test_calls_on_another_group_begin_anew() -> None:
     assert run_ranks(_other_group, 3) == [[]] * 3
+
+
+# Norms at a limit
+
+
+def _found(norms: Sequence[float]) -> list[bool]:
+    detector = LimitDetector()
+    return [detector.add(norm) for norm in norms]
+
+
+@given(st.floats(1e-6, 1e6), st.permutations([-3, -1, 0, 2, 4, 5]))
+def test_norms_at_a_limit_are_found(limit: float, roundings: list[int]) -> None:
+    norms = [limit * (1 + rounding * 2**-24) for rounding in roundings]
+
+    assert _found(norms) == [False] * 4 + [True] * 2
+
+
+@given(st.lists(st.integers(0, 10**5), max_size=80, unique=True))
+def test_norms_that_differ_are_not_found(powers: list[int]) -> None:
+    assert not any(_found([1.0001**power for power in powers]))
+
+
+def test_a_limit_is_found_among_other_norms_for_as_long_as_it_is_recent() -> None:
+    others = [3.0 + 0.1 * call for call in range(4)]
+    limited = [0.5, 0.5000001, 0.5, 0.4999999, 0.5]
+
+    assert not _found([norm for pair in zip(others, limited, strict=False) for norm in pair])[-1]
+    assert _found([*others, *limited])[-1]
+    assert not _found([*limited[:4], *others * 8, limited[4]])[-1]

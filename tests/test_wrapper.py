@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FileStore
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import Net, Said, add_gradients, error_of, gradient_values, step, wrap
 
 # Forward and no_sync
@@ -49,7 +50,8 @@ def test_the_library_draws_no_random_numbers() -> None:
     assert run_ranks(_draws, 2) == [[False, False]] * 2
 
 
-def _sync_around_blocks(rank: int) -> list[float | None]:
+@on_ranks(2, [[0.0, 1.0], [2.0, 1.0]])
+def test_all_reduce_inside_nested_no_sync_blocks_does_nothing_and_says_so(rank: int) -> list[float | None]:
     model = wrap()
     seen = []
     with model.no_sync():
@@ -61,10 +63,6 @@ def _sync_around_blocks(rank: int) -> list[float | None]:
         seen.append(gradient_values(model)["weight"])
     assert model.all_reduce().synchronized
     return [*seen, gradient_values(model)["weight"]]
-
-
-def test_all_reduce_inside_nested_no_sync_blocks_does_nothing_and_says_so() -> None:
-    assert run_ranks(_sync_around_blocks, 2) == [[0.0, 1.0], [2.0, 1.0]]
 
 
 # Refused at construction
@@ -130,18 +128,13 @@ def _gathered(row: torch.Tensor) -> list[list[float]]:
     return [row.tolist() for row in rows]
 
 
-@pytest.mark.parametrize("how", ["argument", "attribute"])
-def test_ignored_parameters_and_buffers_stay_local(how: str) -> None:
-    for rank, (grads, only_the_others_are_equal, payload_bytes) in enumerate(run_ranks(_ignore, 2, how)):
-        assert grads == {
-            "conv.weight": 0.5,
-            "conv.bias": 0.5,
-            "head.weight": float(rank),
-            "head.bias": 0.5,
-            "frozen.weight": None,
-        }
-        assert only_the_others_are_equal
-        assert payload_bytes == 4 * (3 * 4 * 4 + 4 + 4)
+def test_ignored_parameters_and_buffers_stay_local() -> None:
+    others = {"conv.weight": 0.5, "conv.bias": 0.5, "head.bias": 0.5, "frozen.weight": None}
+    size_bytes = 4 * (3 * 4 * 4 + 4 + 4)
+    found = run_cases(_ignore, 2, {"argument": ("argument",), "attribute": ("attribute",)})
+
+    for of_ranks in found.values():
+        assert of_ranks == [(others | {"head.weight": float(rank)}, True, size_bytes) for rank in range(2)]
 
 
 @pytest.mark.usefixtures("alone")
@@ -189,14 +182,15 @@ def _reduce_inside_backward(rank: int, guilty: list[int]) -> tuple[Said, dict[st
     return said[0], grads, step(model, rank)
 
 
-@pytest.mark.parametrize("guilty", [[0, 1], [1]])
-def test_a_call_from_inside_backward_is_refused_on_every_rank(guilty: list[int]) -> None:
-    for rank, (said, grads, next_mean) in enumerate(run_ranks(_reduce_inside_backward, 2, guilty)):
-        assert said is not None
-        assert said[0] == ("PeerError" if guilty == [1] else "LegacyDDPError")
-        assert "all_reduce() was called from inside backward, expected after it; move it behind" in said[1]
-        assert grads == {"weight": float(rank)}
-        assert next_mean == 0.5
+def test_a_call_from_inside_backward_is_refused_on_every_rank() -> None:
+    found = run_cases(_reduce_inside_backward, 2, {"LegacyDDPError": ([0, 1],), "PeerError": ([1],)})
+    for kind, of_ranks in found.items():
+        for rank, (said, grads, next_mean) in enumerate(of_ranks):
+            assert said is not None
+            assert said[0] == kind
+            assert "all_reduce() was called from inside backward, expected after it; move it behind" in said[1]
+            assert grads == {"weight": float(rank)}
+            assert next_mean == 0.5
 
 
 def _reduce_in_two_threads(rank: int, directory: Path) -> list[Said]:

@@ -133,8 +133,8 @@ def test_a_hook_that_raises_on_one_rank_is_told_to_the_others_at_once(error: Any
         assert seen[2:] == (True, {"weight": None}, "LostPeerError")
 
 
-@on_ranks(2)
-def _untouched(rank: int) -> list[Any]:
+@on_ranks(2, [["CommHookError", [1.0] * 2, [1.0] * 3], ["CommHookError", [3.0] * 2, [3.0] * 3]])
+def test_no_gradient_of_a_rank_that_skips_changes_when_a_hook_goes_wrong(rank: int) -> list[Any]:
     """Rank 1 takes no part, its gradients being what the last call left; rank 0's hook returns nonsense."""
     model, calls = wrap_module([torch.zeros(2), torch.zeros(3)]), []
 
@@ -152,14 +152,12 @@ def _untouched(rank: int) -> list[Any]:
     return [said and said[0], *(grad.tolist() for grad in get_gradients(model) if grad is not None)]
 
 
-def test_no_gradient_of_a_rank_that_skips_changes_when_a_hook_goes_wrong() -> None:
-    first, second = _untouched()
-    assert first == ["CommHookError", [1.0] * 2, [1.0] * 3]
-    assert second == ["CommHookError", [3.0] * 2, [3.0] * 3]
+_SET_TO_NOTHING = ("TypeError", "set_buffer() got NoneType, expected a tensor in the buffer's place")
 
 
-@on_ranks(1)
-def _unusual_buffers(rank: int) -> list[Any]:
+@pytest.mark.unsimulated("it has no memory that can be freed in place")
+@on_ranks(1, [[1.0, 2.0, _SET_TO_NOTHING]])
+def test_a_hook_may_free_its_buffer_and_may_not_set_it_to_nothing(rank: int) -> list[Any]:
     """Freed, and set to nothing."""
     model, calls = wrap(), []
 
@@ -174,13 +172,6 @@ def _unusual_buffers(rank: int) -> list[Any]:
     model.register_comm_hook(None, hook)
     found = [step(model, 1.0), step(model, 2.0)]
     return [*found, error_of(step, model, 3.0)]
-
-
-@pytest.mark.unsimulated("it has no memory that can be freed in place")
-def test_a_hook_may_free_its_buffer_and_may_not_set_it_to_nothing() -> None:
-    ((first, second, said),) = _unusual_buffers()
-    assert (first, second) == (1.0, 2.0)
-    assert said == ("TypeError", "set_buffer() got NoneType, expected a tensor in the buffer's place")
 
 
 def _together(rank: int) -> int:

@@ -145,6 +145,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "reproducible": {"reproducible": True},
     "function": {"function": True},
 }
+# Other faults in the first way alone.
+IN_ALL_WAYS = {"cleared", "cleared in place on a rank", "assigned later", "thawed"}
 # The function has no plan before its first call, in which the layer is there.
 SILENT = {*((name, "off") for name in FAULTS), ("thawed", "function")}
 
@@ -154,8 +156,9 @@ def _said(rank: int, name: str) -> dict[str, list[str]]:
     said = {}
     is_told = "in place" not in name or torch.get_default_device().type == "cpu"  # elsewhere no norm is known
     for way, options in WAYS.items() if is_told else ():
-        fault(Job(rank, make=make, **options))
-        said[way] = logged_warnings.take()
+        if way == "info" or name in IN_ALL_WAYS:
+            fault(Job(rank, make=make, **options))
+            said[way] = logged_warnings.take()
     return said
 
 

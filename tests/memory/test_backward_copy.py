@@ -64,8 +64,11 @@ def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.grad.data_ptr() + one.grad.nbytes == other.grad.data_ptr()
 
 
-@on_ranks(2)
-def _where_they_are(rank: int) -> list[tuple[bool, bool, bool, Any]]:
+@pytest.mark.cpu("a device copies all gradients in the call")
+@on_ranks(2, [[(True, True, True, ([11.5], [11.5], None))] * len(INNER)] * 2)
+def test_large_gradients_are_in_the_flat_tensor_before_the_call_and_small_ones_after_it(
+    rank: int,
+) -> list[tuple[bool, bool, bool, Any]]:
     results = []
     for inner in INNER.values():
         wrapped = _wrap()
@@ -82,13 +85,6 @@ def _where_they_are(rank: int) -> list[tuple[bool, bool, bool, Any]]:
         reduced = net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), net.unused.grad
         results.append((stays, apart, _memory(net.large.grad) == flat and _adjacent(net.large, net.small), reduced))
     return results
-
-
-@pytest.mark.cpu("a device copies all gradients in the call")
-def test_large_gradients_are_in_the_flat_tensor_before_the_call_and_small_ones_after_it() -> None:
-    expected = (True, True, True, ([11.5], [11.5], None))
-
-    assert _where_they_are() == [[expected] * len(INNER)] * 2
 
 
 @pytest.mark.cpu("a device copies all gradients in the call")
@@ -251,14 +247,8 @@ def test_layers_that_are_added_later_move_with_the_others(rank: int) -> list[Any
     return values
 
 
-def test_a_slot_without_elements_is_harmless() -> None:
-    (left,) = _train_with_an_empty_one()
-
-    assert left == [(0, 3), LARGE]
-
-
-@on_ranks(1)
-def _train_with_an_empty_one(rank: int) -> list[tuple[int, ...]]:
+@on_ranks(1, [[(0, 3), LARGE]])
+def test_a_slot_without_elements_is_harmless(rank: int) -> list[tuple[int, ...]]:
     net = nn.ParameterList([nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(LARGE))])
     wrapped = LegacyDistributedDataParallel(net, checks="off")
     for _ in range(3):

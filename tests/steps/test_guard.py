@@ -305,9 +305,13 @@ def test_sparse_gradients_are_guarded(optimizer_class: Callable[..., Optimizer])
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("by_keyword", [False, True])
 @pytest.mark.parametrize(
-    "optimizer_class", [torch.optim.LBFGS, partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"), SGD, AdamW]
+    "optimizer_class, by_keyword",
+    [
+        (torch.optim.LBFGS, False),
+        (partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"), True),
+        *((SGD, False), (AdamW, True)),
+    ],
 )
 def test_a_closure_is_judged_by_the_gradients_it_leaves(
     optimizer_class: Callable[..., Optimizer], by_keyword: bool
