@@ -4,7 +4,6 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, wrap
 
 Model = LegacyDistributedDataParallel
@@ -109,9 +109,8 @@ def _in_micro_batches(rank: int, how: str) -> list[float]:
 
 
 def test_accumulate_grads_divides_reproducible_micro_batches_as_blocks_do() -> None:
-    assert run_ranks(partial(_in_micro_batches, how="attribute"), 2) == run_ranks(
-        partial(_in_micro_batches, how="block"), 2
-    )
+    found = run_cases(_in_micro_batches, 2, {how: (how,) for how in ("attribute", "block")})
+    assert found["attribute"] == found["block"]
 
 
 # Parameters of one rank

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, step, wrap
 
 
@@ -68,14 +69,12 @@ def _step_original_and_copy(rank: int, how: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("how", _COPIES)
-def test_a_copy_synchronises_by_itself_from_its_first_call(how: str) -> None:
+def test_a_copy_synchronises_by_itself_from_its_first_call() -> None:
     settings = "buffer_size=5, checks=Checks(uneven='raise')"
+    expected = [0.5, None, False, settings, (1, 1, 1.5), (2, 1, 2.5), (2, 1, 3.5)]
 
-    assert (
-        run_ranks(_step_original_and_copy, 2, how)
-        == [[0.5, None, False, settings, (1, 1, 1.5), (2, 1, 2.5), (2, 1, 3.5)]] * 2
-    )
+    found = run_cases(_step_original_and_copy, 2, {how: (how,) for how in _COPIES})
+    assert found == dict.fromkeys(_COPIES, [expected] * 2)
 
 
 @pytest.mark.usefixtures("alone")

@@ -14,7 +14,7 @@ import torch
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.docstring_examples import run_examples
-from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import once, run_cases
 
 MODULES = ("legacy_ddp", "legacy_ddp.debug", "legacy_ddp.data")
 PUBLIC = [(module, name) for module in MODULES for name in importlib.import_module(module).__all__]
@@ -38,9 +38,14 @@ def _run(rank: int, module: str, name: str) -> tuple[int, str]:
         return run_examples(names[name], names)
 
 
+@once
+def _printed() -> dict[str, list[tuple[int, str]]]:
+    return run_cases(_run, 3, {f"{module}.{name}": (module, name) for module, name in WITH_EXAMPLE})
+
+
 @pytest.mark.parametrize("module, name", WITH_EXAMPLE)
 def test_the_example_of_a_public_name_prints_what_its_docstring_shows(module: str, name: str) -> None:
-    for count, failures in run_ranks(_run, 3, module, name):
+    for count, failures in _printed()[f"{module}.{name}"]:
         assert failures == ""
         assert count > 0, f"{module}.{name} has no example"
 

@@ -6,8 +6,7 @@ import re
 import tempfile
 import traceback
 from collections.abc import Callable
-from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -16,13 +15,11 @@ from torch import nn
 
 import legacy_ddp
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
-from legacy_ddp._call.check import Check
-from legacy_ddp._call.check_list import CHECKS, LateRankReport
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._errors_page import find, read_sections
 from tests.helpers import logged_warnings
+from tests.helpers.command import command
 from tests.helpers.paths import ROOT
-from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import once, run_cases
 
 
 def _wrap(**settings: Any) -> LegacyDistributedDataParallel:
@@ -298,18 +295,24 @@ def test_a_traceback_ends_with_the_command_also_after_pickle(name: str) -> None:
         assert str(shown) == "wrong"
 
 
-def _error(rank: int, scene: Callable[[int], None]) -> tuple[str, str]:
+def _error(rank: int, section: str) -> tuple[str, str]:
     try:
-        scene(rank)
+        ERRORS[section](rank)
     except (LegacyDDPError, ValueError) as error:
         return type(error).__name__, str(error)
     return "no error", ""
 
 
-def _warnings(rank: int, scene: Callable[[int], None]) -> list[tuple[str, str]]:
+def _warnings(rank: int, section: str) -> list[tuple[str, str]]:
     logged_warnings.sections()
-    scene(rank)
+    WARNINGS[section](rank)
     return [*zip(logged_warnings.take(), logged_warnings.sections(), strict=True)]
+
+
+@once
+def _printed(kind: str) -> dict[str, list[Any]]:
+    scene, table = (_error, ERRORS) if kind == "errors" else (_warnings, WARNINGS)
+    return run_cases(scene, 3, {section: (section,) for section in table})
 
 
 def _assert_shown(section: str, printed: str) -> None:
@@ -320,17 +323,22 @@ def _assert_shown(section: str, printed: str) -> None:
         rest = rest.split(part, 1)[1]
 
 
+def _explained(line: str) -> set[str]:
+    """The sections that the command prints for a line of a text."""
+    lines = command("explain", "--", line).stdout.splitlines()
+    return {title for title, rule in pairwise(lines) if rule and set(rule) == {"="}}
+
+
 def _assert_explained(section: str, printed: str) -> None:
     """Every line with enough words to be of one text leads to the section, pasted behind ``legacy-ddp explain``."""
     lines = [line for line in printed.splitlines() if len(re.findall("[a-z]+", re.sub("'[^']*'", "", line))) >= 5]
     assert lines
-    found = {line: [known.title for known in find(line, read_sections())] for line in lines}
-    assert {line: titles for line, titles in found.items() if section not in titles} == {}
+    assert [line for line in lines if section not in _explained(line)] == []
 
 
 @pytest.mark.parametrize("section", ERRORS)
 def test_an_error_has_the_text_that_its_section_shows(section: str) -> None:
-    for rank, (name, text) in enumerate(run_ranks(partial(_error, scene=ERRORS[section]), 3)):
+    for rank, (name, text) in enumerate(_printed("errors")[section]):
         if section == "PeerError" and rank == 1:  # has its own exception
             continue
         assert name in section
@@ -340,14 +348,16 @@ def test_an_error_has_the_text_that_its_section_shows(section: str) -> None:
 
 @pytest.mark.parametrize("section", WARNINGS)
 def test_a_warning_has_the_text_that_its_section_shows(section: str) -> None:
-    ((text, command),) = {*chain.from_iterable(run_ranks(partial(_warnings, scene=WARNINGS[section]), 3))}
+    ((text, command),) = {*chain.from_iterable(_printed("warnings")[section])}
 
     assert command == section  # the last line of the warning prints its section
     _assert_shown(section, text)
     _assert_explained(section, text)
 
 
-def test_every_check_that_warns_has_a_section() -> None:
-    warning = [kind for kind in CHECKS if kind.observe is not Check.observe or kind.compare is not Check.compare]
+def test_every_check_has_a_section() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "legacy_ddp" / "_call").glob("*.py"))
+    named = re.findall(r'^    section = "(.+)"$', sources, re.MULTILINE)
 
-    assert {kind.section for kind in warning if kind is not LateRankReport} <= SECTIONS.keys()
+    assert len(named) > 5
+    assert {*named} <= SECTIONS.keys()

@@ -5,10 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from legacy_ddp._text import printable, printable_lines
 from tests.helpers.scripts import fork_script, fork_scripts
 from tests.helpers.tiers import thorough
 
@@ -129,18 +126,3 @@ def test_names_and_texts_of_other_origin_are_escaped_at_every_exit(form: str, tm
     (report,) = reports
     _check(report)
     assert os.geteuid() != 0 or "/x\\nFAKE" in report
-
-
-@given(st.text())
-def test_a_printable_text_is_one_line_and_stays_as_it_is(text: str) -> None:
-    shown = printable(text)
-
-    assert shown.isprintable()
-    assert printable(shown) == shown
-    assert shown.encode().decode() == shown
-    assert printable_lines(text).count("\n") == text.count("\n")
-
-
-def test_the_escapes_are_those_of_python() -> None:
-    assert printable(BAD) == r"x\nFAKE\x1b[31m\u202e\x07\udcff"
-    assert printable_lines("first\nsecond\r\u2028") == "first\nsecond\\r\\u2028"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from functools import partial
 from math import nan
 from typing import Any
@@ -21,6 +20,7 @@ from legacy_ddp import (
 )
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, wrap
 
 # What a call says about itself
@@ -246,33 +246,6 @@ def test_the_norm_of_large_gradients_does_not_overflow(value: float, norm: float
     assert row.finite is finite
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    "environment, checks, looked",
-    [
-        (None, "info", True),
-        (None, "off", False),
-        ("off", "info", False),
-        ("info", Checks(level="off"), True),
-        ("", "off", False),
-    ],
-)
-def test_checks_off_takes_no_values_and_the_environment_overrides(
-    monkeypatch: pytest.MonkeyPatch, environment: str | None, checks: str | Checks, looked: bool
-) -> None:
-    monkeypatch.delenv("LEGACY_DDP_CHECKS", raising=False)
-    if environment is not None:
-        monkeypatch.setenv("LEGACY_DDP_CHECKS", environment)
-    model = wrap(checks=checks)
-    monkeypatch.delenv("LEGACY_DDP_CHECKS", raising=False)  # read at construction only
-    add_gradients(model, 1)
-
-    (row,) = model.all_reduce().rows
-
-    assert (row.local_norm is not None, row.finite is not None) == (looked, looked)
-    assert row.micro_batches == 1
-
-
 # Uneven work
 
 
@@ -287,12 +260,6 @@ def _uneven(rank: int, uneven: str) -> tuple[list[tuple[str, str]], list[Said], 
         model.zero_grad()
     caught = logged_warnings.take_all()
     return [(w.text, w.filename) for w in caught], said, grads
-
-
-def test_uneven_work_is_averaged_silently_if_allowed() -> None:
-    for caught, said, grads in run_ranks(_uneven, 3, "allow"):
-        assert (caught, said) == ([], [None] * 3)
-        assert grads == pytest.approx([(0 + 1 + 2 + 2) / 3] * 3)
 
 
 def test_uneven_work_is_warned_of_once_and_on_rank_0_naming_ranks_and_counts() -> None:
@@ -326,33 +293,6 @@ def test_the_warning_of_uneven_work_points_at_the_caller_and_at_what_the_caller_
     advice = f"pass sample_size= if they should, or see {where}"
 
     assert run_ranks(_uneven_filename, 2, how) == [[(__file__, advice)], []]
-
-
-def _uneven_with_filters(rank: int, strict: tuple[int, ...]) -> tuple[list[str], list[float | None], int]:
-    """``strict``: the ranks whose filter makes errors of warnings; the others ignore warnings."""
-    model = wrap()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with torch.no_grad():
-        model.module.weight.zero_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error" if rank in strict else "ignore")
-        for call in range(3):
-            for _ in range(1 + (rank == 1 and call == 0)):
-                add_gradients(model, rank)
-            if error_of(model.all_reduce) is None:
-                optimizer.step()
-            optimizer.zero_grad()
-    return logged_warnings.take(), model.module.weight.flatten().tolist(), model.all_reduce().call
-
-
-@pytest.mark.parametrize("strict", [(), (0,), (0, 1)])
-def test_a_warning_is_logged_once_in_the_job_whatever_the_filters_of_warnings_say(strict: tuple[int, ...]) -> None:
-    (logged, *first), (silent, *second) = run_ranks(_uneven_with_filters, 2, strict)
-
-    assert len(logged) == 1
-    assert "micro-batches since the last call: rank 1 has 2; rank 0 has 1" in logged[0]
-    assert silent == []
-    assert first == second == [[-0.5 * (1.0 + 0.5 + 0.5)] * 2, 4]
 
 
 def _one_micro_batch_more(rank: int, uneven: str, sample_size: int | None) -> tuple[Said, list[float], list[str]]:
@@ -391,10 +331,9 @@ def _local_steps(rank: int, steps: tuple[int, int], clear: bool) -> list[int]:
     return [row.micro_batches for row in model.all_reduce().rows]
 
 
-@pytest.mark.parametrize("steps", [(1, 3), (0, 2)])
-@pytest.mark.parametrize("clear", [False, True])
-def test_gradients_that_local_steps_have_used_are_no_uneven_work(steps: tuple[int, int], clear: bool) -> None:
-    assert run_ranks(_local_steps, 2, steps, clear) == [[1, 1]] * 2
+def test_gradients_that_local_steps_have_used_are_no_uneven_work() -> None:
+    cases = {f"{steps}, {clear=}": (steps, clear) for steps in ((1, 3), (0, 2)) for clear in (False, True)}
+    assert run_cases(_local_steps, 2, cases) == dict.fromkeys(cases, [[1, 1]] * 2)
 
 
 def _uneven_then_even(rank: int) -> tuple[tuple[int, ...], int | None, float | None, float | None]:

@@ -2,15 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp.debug import check_replicas
@@ -18,13 +16,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.scripts import run_script
 from tests.helpers.shared_jobs import run_cases
 
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """A process group of this one process."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def _wrap(**arguments: Any) -> LegacyDistributedDataParallel:
@@ -126,33 +118,6 @@ WITHOUT_EFFECT = [
 def test_a_setting_without_effect_at_its_level_is_refused(checks: Checks, text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
         _wrap(checks=checks)
-
-
-@pytest.mark.parametrize("level", ["off", "info", "detail"])
-def test_the_defaults_have_an_effect_at_every_level(level: str) -> None:
-    _wrap(checks=Checks(level))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"buffer_size": 1},
-        {"timeout_seconds": 0.5},
-        {"timeout_seconds": 86400},
-        {"ignore": dict.fromkeys(["weight"]).keys()},
-        {"ignore": {"bias"}},
-        {"reduce_dtype": torch.float16},
-        {"checks": "off"},
-        {"checks": Checks()},
-        {"init_sync": False, "gradient_as_bucket_view": False},
-    ],
-    ids=str,
-)
-def test_usable_arguments_are_taken(arguments: dict[str, Any]) -> None:
-    model = _wrap(**arguments)
-    model(torch.ones(1, 2)).sum().backward()
-
-    assert model.all_reduce().call == 1
 
 
 def _settings_differ(rank: int, name: str, values: list[Any]) -> tuple[str, str] | None:

@@ -1,9 +1,7 @@
 """Gradient noise, straggler, and ranks with the same data."""
 
 import math
-import time
 from collections.abc import Sequence
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -18,7 +16,6 @@ from legacy_ddp import (
     LegacyDistributedDataParallel,
     NoiseScale,
     SyncRecord,
-    all_reduce_gradients,
 )
 from legacy_ddp._statistics import (
     SUSPICIOUS_CALLS,
@@ -33,6 +30,7 @@ from legacy_ddp._statistics import (
 )
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, error_of, wrap
 
 # Gradient noise
@@ -148,28 +146,6 @@ def test_the_straggler_is_who_waited_least_against_the_median_of_the_others(
     waited: list[float], expected: tuple[int, float] | None
 ) -> None:
     assert find_straggler(waited) == expected
-
-
-def _one_is_late(rank: int) -> list[Any]:
-    module = nn.Linear(2, 1)
-    stragglers = []
-    for _ in range(3):
-        if rank == 1:
-            time.sleep(0.5)  # being late is what is tested
-        module.zero_grad()
-        add_gradients(module, rank + 1)
-        stragglers.append(all_reduce_gradients(module).straggler)
-    return stragglers
-
-
-def test_the_straggler_of_a_call_is_told_in_the_next() -> None:
-    results = run_ranks(_one_is_late, 3)
-
-    assert results == [results[0]] * 3
-    unknown, _, (rank, seconds) = results[0]  # in the first call ranks waited for the group, not for a header
-    assert unknown is None
-    assert rank == 1
-    assert 0.2 < seconds < 30
 
 
 # The late rank
@@ -295,7 +271,10 @@ def test_a_trend_tells_of_each_hundred_calls_by_the_waits_told_in_the_next_call(
 # Ranks that hold the same
 
 
-def _identical(rank: int) -> list[tuple[tuple[int, ...], ...]]:
+@on_ranks(4, [[((0, 2),), ((2, 3),), (), ((0, 1, 3),), ((0, 1),)]] * 4)
+def test_ranks_of_equal_norm_are_told_and_zero_nan_and_ranks_that_skip_equal_nothing(
+    rank: int,
+) -> list[tuple[tuple[int, ...], ...]]:
     model = wrap(checks=Checks(nonfinite="ignore"))
     found = []
     for value in ([1, 2, 1, 2], [0, 0, 1, 1], [math.nan, math.nan, 1, 2], [1, 1, 1 + 2**-22, 1], [1, -1, 2, 3]):
@@ -303,10 +282,6 @@ def _identical(rank: int) -> list[tuple[tuple[int, ...], ...]]:
         add_gradients(model, value[rank])
         found.append(model.all_reduce(skip=value[rank] == 2).identical_ranks)
     return found
-
-
-def test_ranks_of_equal_norm_are_told_and_zero_nan_and_ranks_that_skip_equal_nothing() -> None:
-    assert run_ranks(_identical, 4) == [[((0, 2),), ((2, 3),), (), ((0, 1, 3),), ((0, 1),)]] * 4
 
 
 @given(st.lists(st.lists(st.sampled_from([None, 1.0, 2.0]), min_size=5, max_size=5), max_size=40), st.data())
@@ -333,9 +308,12 @@ def test_same_data_means_the_ranks_that_were_equal_in_each_of_the_last_calls(
 
 
 CALLS = 25
+_DEFAULTS = Checks()
 
 
-def _train(schedule: Sequence[Sequence[int]], dropout: float, checks: Checks, rank: int) -> list[tuple[int, str, str]]:
+def _train(
+    rank: int, schedule: Sequence[Sequence[int]], dropout: float = 0.0, checks: Checks = _DEFAULTS
+) -> list[tuple[int, str, str]]:
     """Train on batches whose seed is ``schedule[call][rank]``; what was warned of, at which call and line."""
     torch.manual_seed(rank)  # of dropout; weights are those of rank 0
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
@@ -364,24 +342,24 @@ def _text(call: int, ranks: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "schedule, call, ranks",
-    [
-        ([(0, 0)] * CALLS, 10, "ranks 0-1"),
-        ([(0, 1, 0)] * CALLS, 10, "ranks 0, 2"),
-        ([(0, 1, 0, 1)] * CALLS, 10, "ranks 0, 2 and on ranks 1, 3"),
-        # the second pair is identical from call 5 on, the first one too short
-        ([(0, 0, 1, 2)] * 4 + [(0, 0, 1, 1)] * 4 + [(0, 3, 1, 1)] * 17, 14, "ranks 2-3"),
-        ([(0, 1)] * 7 + [(0, 0)] * 10, 17, "ranks 0-1"),
-    ],
-)
-def test_ranks_on_the_same_data_are_warned_of_once_after_ten_calls_and_by_rank_0(
-    schedule: list[tuple[int, ...]], call: int, ranks: str
-) -> None:
-    first, *others = run_ranks(partial(_train, schedule, 0.0, Checks()), len(schedule[0]))
+# By the ranks that are told: their schedule, and the call.
+_SAME_DATA: dict[str, tuple[list[tuple[int, ...]], int]] = {
+    "ranks 0-1": ([(0, 0)] * CALLS, 10),
+    "ranks 0, 2": ([(0, 1, 0)] * CALLS, 10),
+    "ranks 0, 2 and on ranks 1, 3": ([(0, 1, 0, 1)] * CALLS, 10),
+    # the second pair is identical from call 5 on, the first one too short
+    "ranks 2-3": ([(0, 0, 1, 2)] * 4 + [(0, 0, 1, 1)] * 4 + [(0, 3, 1, 1)] * 17, 14),
+    "ranks 0-1, later": ([(0, 1)] * 7 + [(0, 0)] * 10, 17),
+}
 
-    assert first == [(call, __file__, _text(call, ranks))]
-    assert others == [[]] * len(others)
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_on_the_same_data_are_warned_of_once_after_ten_calls_and_by_rank_0(world_size: int) -> None:
+    cases = {ranks: case[:1] for ranks, case in _SAME_DATA.items() if len(case[0][0]) == world_size}
+    for ranks, (first, *others) in run_cases(_train, world_size, cases).items():
+        call = _SAME_DATA[ranks][1]
+        assert first == [(call, __file__, _text(call, ranks.removesuffix(", later")))]
+        assert others == [[]] * len(others)
 
 
 def _dead_critic(rank: int) -> list[str]:
@@ -408,7 +386,8 @@ def test_ranks_with_gradients_that_do_not_depend_on_the_data_are_told_this_cause
     assert others == []
 
 
-def _reduced_twice(rank: int) -> list[str]:
+@on_ranks(2, [[], []])
+def test_gradients_that_another_wrapper_has_reduced_are_no_sign_of_the_same_data(rank: int) -> list[str]:
     """Two wrappers of one module, both called in every step on data of each rank; the texts of the warnings."""
     net = nn.Linear(4, 1)
     models = [LegacyDistributedDataParallel(net), LegacyDistributedDataParallel(net)]
@@ -422,37 +401,29 @@ def _reduced_twice(rank: int) -> list[str]:
     return [warning.text for warning in caught]
 
 
-def test_gradients_that_another_wrapper_has_reduced_are_no_sign_of_the_same_data() -> None:
-    assert run_ranks(_reduced_twice, 2) == [[], []]
-
-
-_DIFFERENT = [(0, 1, 2)] * CALLS
 _SAME = [(0, 0, 0)] * CALLS
+_NOT_THE_SAME: dict[str, tuple[Any, ...]] = {
+    "different": ([(0, 1, 2)] * CALLS,),
+    "dropout that differs by rank": (_SAME, 0.5),
+    "alone": ([(0,)] * CALLS,),
+    "nine calls": (([(0, 0)] * 9 + [(0, 1)]) * 3,),
+    # somebody is always identical to somebody, nobody to the same one for long
+    "changing": (([(0, 0, 1)] * 8 + [(0, 1, 1)] * 8) * 2,),
+    "allowed": (_SAME, 0.0, Checks(same_data="allow")),
+    "off": (_SAME, 0.0, Checks(level="off")),
+}
 
 
-@pytest.mark.parametrize(
-    "schedule, dropout, checks",
-    [
-        (_DIFFERENT, 0.0, Checks()),
-        (_SAME, 0.5, Checks()),  # the same data under dropout that differs by rank
-        ([(0,)] * CALLS, 0.0, Checks()),
-        (([(0, 0)] * 9 + [(0, 1)]) * 3, 0.0, Checks()),
-        # somebody is always identical to somebody, nobody to the same one for long
-        (([(0, 0, 1)] * 8 + [(0, 1, 1)] * 8) * 2, 0.0, Checks()),
-        (_SAME, 0.0, Checks(same_data="allow")),
-        (_SAME, 0.0, Checks(level="off")),
-    ],
-    ids=["different", "dropout", "alone", "nine", "changing", "allowed", "off"],
-)
-def test_nothing_is_said_of_ranks_that_do_not_hold_the_same_or_may(
-    schedule: list[tuple[int, ...]], dropout: float, checks: Checks
-) -> None:
-    world_size = len(schedule[0])
-
-    assert run_ranks(partial(_train, schedule, dropout, checks), world_size) == [[]] * world_size
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_nothing_is_said_of_ranks_that_do_not_hold_the_same_or_may(world_size: int) -> None:
+    cases = {name: case for name, case in _NOT_THE_SAME.items() if len(case[0][0]) == world_size}
+    assert run_cases(_train, world_size, cases) == dict.fromkeys(cases, [[]] * world_size)
 
 
-def _repeated_calls(rank: int) -> list[tuple[tuple[int, ...], ...]]:
+@on_ranks(2, [[((0, 1),)] * 2] * 2)  # they are identical, as they must be
+def test_nothing_is_said_of_calls_that_only_repeat_what_the_last_one_left(
+    rank: int,
+) -> list[tuple[tuple[int, ...], ...]]:
     found = []
     for as_view in (True, False):
         model = wrap(gradient_as_bucket_view=as_view)
@@ -461,10 +432,6 @@ def _repeated_calls(rank: int) -> list[tuple[tuple[int, ...], ...]]:
             record = model.all_reduce()
         found.append(record.identical_ranks)
     return found
-
-
-def test_nothing_is_said_of_calls_that_only_repeat_what_the_last_one_left() -> None:
-    assert run_ranks(_repeated_calls, 2) == [[((0, 1),)] * 2] * 2  # they are identical, as they must be
 
 
 def _two_warnings(rank: int) -> list[tuple[int, str]]:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,10 @@ from torch._C._distributed_c10d import FileStore
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import Net, Said, add_gradients, error_of, gradient_values, step, wrap
 
 # Forward and no_sync
-
-
-def _evaluate_on_rank_0(rank: int) -> tuple[int, float | None]:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    model = LegacyDistributedDataParallel(module)
-    if rank == 0:
-        for training in (True, False):
-            model.train(training)(torch.ones(3, 2))
-    add_gradients(model, rank)
-    return model.all_reduce().call, gradient_values(model)["0.weight"]
-
-
-def test_forward_never_communicates_so_one_rank_may_evaluate_alone() -> None:
-    assert run_ranks(_evaluate_on_rank_0, 2) == [(1, 0.5)] * 2
 
 
 def _generators() -> tuple[object, ...]:
@@ -64,7 +50,8 @@ def test_the_library_draws_no_random_numbers() -> None:
     assert run_ranks(_draws, 2) == [[False, False]] * 2
 
 
-def _sync_around_blocks(rank: int) -> list[float | None]:
+@on_ranks(2, [[0.0, 1.0], [2.0, 1.0]])
+def test_all_reduce_inside_nested_no_sync_blocks_does_nothing_and_says_so(rank: int) -> list[float | None]:
     model = wrap()
     seen = []
     with model.no_sync():
@@ -76,22 +63,6 @@ def _sync_around_blocks(rank: int) -> list[float | None]:
         seen.append(gradient_values(model)["weight"])
     assert model.all_reduce().synchronized
     return [*seen, gradient_values(model)["weight"]]
-
-
-def test_all_reduce_inside_nested_no_sync_blocks_does_nothing_and_says_so() -> None:
-    assert run_ranks(_sync_around_blocks, 2) == [[0.0, 1.0], [2.0, 1.0]]
-
-
-def _fail_inside_no_sync(rank: int) -> float | None:
-    model = wrap()
-    for _ in range(rank):  # on one rank only, twice nested
-        with suppress(ZeroDivisionError), model.no_sync(), model.no_sync():
-            raise ZeroDivisionError
-    return step(model, rank)
-
-
-def test_an_exception_inside_no_sync_does_not_leave_synchronisation_off() -> None:
-    assert run_ranks(_fail_inside_no_sync, 2) == [0.5, 0.5]
 
 
 # Refused at construction
@@ -123,22 +94,6 @@ def test_a_name_that_only_the_module_has_is_an_attribute_error_that_says_where_i
 def test_a_wrapper_inside_the_module_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^module contains a LegacyDistributedDataParallel, expected no wrapper"):
         LegacyDistributedDataParallel(nn.Sequential(nn.Linear(1, 1), wrap()))
-
-
-def _expect_world_size(rank: int, *expected: int) -> tuple[Said, float | None]:
-    return error_of(wrap, world_size=expected[rank]), step(wrap(), rank)
-
-
-def test_a_world_size_that_does_not_match_is_a_value_error_on_all_ranks_or_named_as_one_rank_s_mistake() -> None:
-    own = "world_size does not match the process group: got 3, expected 2; leave it out, or pass the group of that size"
-
-    assert run_ranks(_expect_world_size, 2, 3, 3) == [(("ValueError", own), 0.5)] * 2
-    for said, mean in run_ranks(_expect_world_size, 2, 2, 3):
-        assert said is not None
-        assert said[0] == "PeerError"
-        assert "construction call 1: rank 1 failed before the exchange" in said[1]
-        assert f"rank 1: ValueError: {own}" in said[1]
-        assert mean == 0.5
 
 
 @pytest.mark.usefixtures("alone")
@@ -173,21 +128,13 @@ def _gathered(row: torch.Tensor) -> list[list[float]]:
     return [row.tolist() for row in rows]
 
 
-@pytest.mark.parametrize("how", ["argument", "attribute"])
-def test_ignored_parameters_and_buffers_stay_local(how: str) -> None:
-    for rank, (grads, only_the_others_are_equal, payload_bytes) in enumerate(run_ranks(_ignore, 2, how)):
-        assert grads == {
-            "conv.weight": 0.5,
-            "conv.bias": 0.5,
-            "head.weight": float(rank),
-            "head.bias": 0.5,
-            "frozen.weight": None,
-        }
-        assert only_the_others_are_equal
-        assert payload_bytes == 4 * (3 * 4 * 4 + 4 + 4)
+def test_ignored_parameters_and_buffers_stay_local() -> None:
+    others = {"conv.weight": 0.5, "conv.bias": 0.5, "head.bias": 0.5, "frozen.weight": None}
+    size_bytes = 4 * (3 * 4 * 4 + 4 + 4)
+    found = run_cases(_ignore, 2, {"argument": ("argument",), "attribute": ("attribute",)})
 
-
-_SPARSE = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
+    for of_ranks in found.values():
+        assert of_ranks == [(others | {"head.weight": float(rank)}, True, size_bytes) for rank in range(2)]
 
 
 @pytest.mark.usefixtures("alone")
@@ -199,6 +146,10 @@ _SPARSE = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
         (
             lambda: nn.ParameterList([torch.eye(2).to_sparse()]).requires_grad_(False),
             "parameter '0' has layout torch.sparse_coo, expected",
+        ),
+        (
+            lambda: nn.ParameterList([torch.zeros(2).to(torch.float8_e4m3fn)]),
+            "parameter '0' has gradients of dtype torch.float8_e4m3fn, expected",
         ),
     ],
 )
@@ -231,14 +182,15 @@ def _reduce_inside_backward(rank: int, guilty: list[int]) -> tuple[Said, dict[st
     return said[0], grads, step(model, rank)
 
 
-@pytest.mark.parametrize("guilty", [[0, 1], [1]])
-def test_a_call_from_inside_backward_is_refused_on_every_rank(guilty: list[int]) -> None:
-    for rank, (said, grads, next_mean) in enumerate(run_ranks(_reduce_inside_backward, 2, guilty)):
-        assert said is not None
-        assert said[0] == ("PeerError" if guilty == [1] else "LegacyDDPError")
-        assert "all_reduce() was called from inside backward, expected after it; move it behind" in said[1]
-        assert grads == {"weight": float(rank)}
-        assert next_mean == 0.5
+def test_a_call_from_inside_backward_is_refused_on_every_rank() -> None:
+    found = run_cases(_reduce_inside_backward, 2, {"LegacyDDPError": ([0, 1],), "PeerError": ([1],)})
+    for kind, of_ranks in found.items():
+        for rank, (said, grads, next_mean) in enumerate(of_ranks):
+            assert said is not None
+            assert said[0] == kind
+            assert "all_reduce() was called from inside backward, expected after it; move it behind" in said[1]
+            assert grads == {"weight": float(rank)}
+            assert next_mean == 0.5
 
 
 def _reduce_in_two_threads(rank: int, directory: Path) -> list[Said]:
@@ -294,20 +246,6 @@ def test_hooks_go_with_the_wrapper() -> None:
     gc.collect()
     assert hooks() == [0, 0]
     add_gradients(module, 1)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_dropped_wrapper_frees_its_flat_buffers() -> None:
-    module = nn.Linear(2, 1, bias=False)
-    model = LegacyDistributedDataParallel(module)
-    step(model, 1)
-    assert module.weight.grad is not None
-    flat = module.weight.grad.untyped_storage()
-    del model
-    module.zero_grad()
-    gc.collect()
-
-    assert torch._C._storage_Use_Count(flat._cdata) == 1  # nobody but this name
 
 
 _IMPORT = """

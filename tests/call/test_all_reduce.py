@@ -1,7 +1,6 @@
 """Gradients after all_reduce() equal the gradients of one process with the data of all ranks."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -16,9 +15,7 @@ from legacy_ddp import (
     AgreedError,
     Checks,
     GradientError,
-    LegacyDDPError,
     LegacyDistributedDataParallel,
-    PeerError,
     SyncRecord,
 )
 from tests.helpers import small_models
@@ -41,7 +38,7 @@ from tests.helpers.cases import (
     wrap_module,
 )
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.tiers import thorough
 from tests.helpers.torch_versions import needs_grad_dtype
 
@@ -156,16 +153,6 @@ def test_gradients_become_none_when_no_rank_takes_part() -> None:
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")
-def test_record_holds_the_divisor() -> None:
-    parts: list[list[Part]] = [[{"sample_size": 3}, SKIP, {"sample_size": 4}], [SKIP, {}, {}]]
-    for (none, weighted), (_, plain) in run_ranks(partial(_records, parts), 3):
-        assert not none
-        assert (weighted.skipped, weighted.sample_size, weighted.divisor) == (False, 7, 7)
-        assert weighted.skipped_ranks == (1,)
-        assert (plain.skipped, plain.sample_size, plain.divisor, plain.skipped_ranks) == (False, None, 2, (0,))
-
-
-@pytest.mark.unsimulated("it has no sparse tensors")
 def test_gradients_of_a_rank_that_takes_no_part_do_not_matter() -> None:
     useless: Grads = [torch.tensor([math.nan, math.inf]), sparse_of([1], torch.ones(1), 2), None, torch.ones(2)]
     useful: Grads = [*[torch.full((2,), 4.0)] * 3, None]
@@ -177,18 +164,14 @@ def test_gradients_of_a_rank_that_takes_no_part_do_not_matter() -> None:
     )
 
 
-@on_ranks(2)
-def _skip_what_requires_grad(rank: int) -> Grads:
+@on_ranks(2, [[4.0, 4.0]] * 2)
+def test_rank_that_skips_may_hold_what_could_not_be_reduced(rank: int) -> list[float]:
     wrapped = wrap_module([torch.zeros(2)])
     wrapped.module[0].grad = torch.full((2,), 4.0)
     if rank == 0:
         wrapped.module[0].grad = torch.ones(2, requires_grad=True) * 2
     wrapped.all_reduce(skip=rank == 0)
-    return get_gradients(wrapped)
-
-
-def test_rank_that_skips_may_hold_what_could_not_be_reduced() -> None:
-    assert [all_bits(grads) for grads in _skip_what_requires_grad()] == [[bits_of(torch.full((2,), 4.0))]] * 2
+    return wrapped.module[0].grad.tolist()
 
 
 @on_ranks(1, [True])
@@ -196,20 +179,16 @@ def test_sample_size_is_ignored_with_skip(rank: int) -> bool:
     return wrap_module([torch.zeros(2)]).all_reduce(sample_size=-1, skip=True).skipped
 
 
-@on_ranks(2)
-def _repeat_plain(rank: int) -> Grads:
+@on_ranks(2, [[2.0, 6.0]] * 2)
+def test_plain_call_repeated_averages_the_mean(rank: int) -> list[float]:
     wrapped = wrap_module([torch.zeros(2)])
     set_gradients(wrapped, vectors([1.0, 5.0], [3.0, 7.0])[rank])
     for _ in range(3):
         wrapped.all_reduce()
-    return get_gradients(wrapped)
+    return wrapped.module[0].grad.tolist()
 
 
-def test_plain_call_repeated_averages_the_mean() -> None:
-    assert [all_bits(grads) for grads in _repeat_plain()] == [[bits_of(torch.tensor([2.0, 6.0]))]] * 2
-
-
-def _repeat_weighted(guilty: tuple[int, ...], rank: int) -> tuple[Any, bool, Grads, Grads]:
+def _repeat_weighted(rank: int, guilty: tuple[int, ...]) -> tuple[Any, bool, Grads, Grads]:
     module = nn.Linear(2, 1, bias=False)
     wrapped = LegacyDistributedDataParallel(module, checks=Checks(uneven="allow"))
     wrapped(torch.ones(1, 2)).sum().backward()
@@ -228,35 +207,17 @@ def _repeat_weighted(guilty: tuple[int, ...], rank: int) -> tuple[Any, bool, Gra
     return error, untouched, usable, get_gradients(wrapped)
 
 
-@pytest.mark.parametrize("guilty, expected", [((0, 1), GradientError), ((1,), PeerError)])
-def test_sample_size_repeated_without_backward_is_an_error(
-    guilty: tuple[int, ...], expected: type[LegacyDDPError]
-) -> None:
-    results = run_ranks(partial(_repeat_weighted, guilty), 2)
+def test_sample_size_repeated_without_backward_is_an_error() -> None:
+    found = run_cases(_repeat_weighted, 2, {"GradientError": ((0, 1),), "PeerError": ((1,),)})
 
-    assert len({error for error, _, _, _ in results}) == 1
-    for (kind, text), untouched, usable, cleared in results:
-        assert kind == expected.__name__
-        assert "divide them a second time" in text
-        assert untouched
-        assert all_bits(usable) == [bits_of(torch.ones(1, 2))]
-        assert all_bits(cleared) == [bits_of(torch.zeros(1, 2))]
-
-
-@on_ranks(2)
-def _mix_parts(rank: int) -> tuple[Any, bool]:
-    wrapped = wrap_module([torch.zeros(2)])
-    set_gradients(wrapped, [torch.ones(2)])
-    error = small_models.error_of(wrapped.all_reduce, **({} if rank else {"sample_size": 1}))
-    return error, all_bits(get_gradients(wrapped)) == [bits_of(torch.ones(2))]
-
-
-def test_plain_and_weighted_calls_do_not_mix() -> None:
-    results = _mix_parts()
-
-    assert results[0] == results[1]
-    assert results[0][0][0] == "DesyncError"
-    assert results[0][1]
+    for expected, results in found.items():
+        assert len({error for error, _, _, _ in results}) == 1
+        for (kind, text), untouched, usable, cleared in results:
+            assert kind == expected
+            assert "divide them a second time" in text
+            assert untouched
+            assert all_bits(usable) == [bits_of(torch.ones(1, 2))]
+            assert all_bits(cleared) == [bits_of(torch.zeros(1, 2))]
 
 
 def test_gradient_missing_everywhere_stays_none_and_missing_somewhere_counts_as_zeros() -> None:
@@ -284,44 +245,7 @@ def test_gradients_around_an_absent_one_are_reduced() -> None:
 # Gradients that cannot be reduced
 
 
-def _require_grad(parameter: torch.Tensor) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is a reference cycle
-        (parameter**3).sum().backward(create_graph=True)
-
-
-def _refused(guilty: tuple[int, ...], as_view: bool, rank: int) -> tuple[Any, bool, Grads]:
-    wrapped = wrap_module([torch.zeros(2, 2)] * 3, gradient_as_bucket_view=as_view)
-    parameters = list(wrapped.module)
-    set_gradients(wrapped, [torch.full((2, 2), float(rank)), None, None])
-    wrapped.all_reduce()  # the first gradient may be a view from now on
-    parameters[2].grad = torch.full((2, 2), float(rank))
-    if rank in guilty:
-        _require_grad(parameters[1])
-    objects = [parameter.grad for parameter in parameters]
-    bits = [bits_of(parameter.grad.to_dense()) for parameter in parameters if parameter.grad is not None]
-    error = small_models.error_of(wrapped.all_reduce)
-    untouched = all(parameter.grad is grad for parameter, grad in zip(parameters, objects, strict=True))
-    untouched &= bits == [bits_of(parameter.grad.to_dense()) for parameter in parameters if parameter.grad is not None]
-    set_gradients(wrapped, [torch.ones(2, 2), None, None])
-    wrapped.all_reduce()
-    return error, untouched, get_gradients(wrapped)
-
-
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("guilty", [(1,), (0, 1)])
-def test_gradient_that_requires_grad_is_refused_on_every_rank(guilty: tuple[int, ...], as_view: bool) -> None:
-    results = run_ranks(partial(_refused, guilty, as_view), 2)
-
-    assert len({error for error, _, _ in results}) == 1
-    for (kind, text), untouched, later in results:
-        assert kind == ("PeerError" if guilty == (1,) else "GradientError")
-        assert "'1' requires grad" in text
-        assert untouched
-        assert all_bits(later) == [bits_of(torch.ones(2, 2)), None, None]
-
-
-def _other_dtype(grad_dtypes: Sequence[torch.dtype | None], rank: int) -> tuple[str, Grads, Grads]:
+def _other_dtype(rank: int, grad_dtypes: Sequence[torch.dtype | None]) -> tuple[str, Grads, Grads]:
     wrapped = wrap_module([torch.zeros(2, dtype=torch.bfloat16)])
     parameter = wrapped.module[0]
     parameter.grad_dtype = grad_dtypes[rank]
@@ -340,49 +264,48 @@ def _other_dtype(grad_dtypes: Sequence[torch.dtype | None], rank: int) -> tuple[
     return told, result, get_gradients(wrapped)
 
 
-@needs_grad_dtype
-@pytest.mark.parametrize(
-    "grad_dtypes, told",
-    [
-        ((torch.float32, torch.float32), ""),  # asked for on every rank: reduced in that dtype
-        ((torch.float32, torch.bfloat16), "LayoutError"),
-        ((None, None), "has dtype torch.float32, expected torch.bfloat16"),
-        ((torch.bfloat16, None), "PeerError"),
-    ],
-)
-def test_gradient_of_another_dtype_than_its_parameter_is_never_rounded(
-    grad_dtypes: Sequence[torch.dtype | None], told: str
-) -> None:
-    results = run_ranks(partial(_other_dtype, grad_dtypes), 2)
+_OTHER_DTYPES: dict[str, Sequence[torch.dtype | None]] = {  # by what is told
+    "": (torch.float32, torch.float32),  # asked for on every rank: reduced in that dtype
+    "LayoutError": (torch.float32, torch.bfloat16),
+    "has dtype torch.float32, expected torch.bfloat16": (None, None),
+    "PeerError": (torch.bfloat16, None),
+}
 
-    for grad_dtype, (what, grads, later) in zip(grad_dtypes, results, strict=True):
-        assert told in what
-        assert bool(told) == bool(what)
-        assert all_bits(grads) == [bits_of(torch.tensor([1.001, 1e-3], dtype=grad_dtype or torch.float32))]
-        assert all_bits(later) == [bits_of(torch.ones(2, dtype=torch.bfloat16))]
+
+@needs_grad_dtype
+def test_gradient_of_another_dtype_than_its_parameter_is_never_rounded() -> None:
+    found = run_cases(_other_dtype, 2, {told: (grad_dtypes,) for told, grad_dtypes in _OTHER_DTYPES.items()})
+
+    for told, results in found.items():
+        for grad_dtype, (what, grads, later) in zip(_OTHER_DTYPES[told], results, strict=True):
+            assert told in what
+            assert bool(told) == bool(what)
+            assert all_bits(grads) == [bits_of(torch.tensor([1.001, 1e-3], dtype=grad_dtype or torch.float32))]
+            assert all_bits(later) == [bits_of(torch.ones(2, dtype=torch.bfloat16))]
 
 
 # Settings that must not change a result
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_rank_leaves_a_plain_mean_bitwise_unchanged_and_divides_by_sample_size(dtype: torch.dtype) -> None:
-    real = torch.tensor([1.001, -0.0, math.inf, 6e-8, 6e4, math.nan]).to(dtype)
-    # Sparse without -0.0: torch's coalesce() on CUDA begins each sum with 0.0.
-    grads: Grads = [real, sparse_of([0, 4], real[::2][:2])]
-    like = [torch.zeros(6, dtype=dtype), torch.zeros(5, dtype=dtype)]
-    three: Grads = [torch.full((2,), 24.0).to(dtype), sparse_of([2], torch.full((1,), 24.0).to(dtype))]
-    eight: Grads = [torch.full((2,), 8.0).to(dtype), sparse_of([2], torch.full((1,), 8.0).to(dtype))]
+def test_one_rank_leaves_a_plain_mean_bitwise_unchanged_and_divides_by_sample_size() -> None:
+    cases, expected = {}, {}
+    for dtype in DTYPES:
+        real = torch.tensor([1.001, -0.0, math.inf, 6e-8, 6e4, math.nan]).to(dtype)
+        # Sparse without -0.0: torch's coalesce() on CUDA begins each sum with 0.0.
+        grads: Grads = [real, sparse_of([0, 4], real[::2][:2])]
+        like = [torch.zeros(6, dtype=dtype), torch.zeros(5, dtype=dtype)]
+        cases[dtype, "plain"] = Case(like, [grads])
+        cases[dtype, "reduce_dtype"] = Case(like, [grads], options={"reduce_dtype": torch.bfloat16})
+        expected[dtype, "plain"] = expected[dtype, "reduce_dtype"] = grads
+        three, eight = (
+            [torch.full((2,), value).to(dtype), sparse_of([2], torch.full((1,), value).to(dtype))]
+            for value in (24.0, 8.0)
+        )
+        cases[dtype, "sample_size"] = Case([torch.zeros(2, dtype=dtype), like[1]], [three], [{"sample_size": 3}])
+        expected[dtype, "sample_size"] = eight
 
-    check_case(
-        {
-            "plain": Case(like, [grads]),
-            "reduce_dtype": Case(like, [grads], options={"reduce_dtype": torch.bfloat16}),
-            "sample_size": Case([torch.zeros(2, dtype=dtype), like[1]], [three], [{"sample_size": 3}]),
-        },
-        {"plain": grads, "reduce_dtype": grads, "sample_size": eight},
-    )
+    check_case(cases, expected)
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")

@@ -3,7 +3,6 @@
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ from torch.nn import functional as F
 
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.cases import Part, all_bits, get_gradients
-from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import error_of
 
 
-def _function(form: str, rank: int) -> tuple[list[object], list[object]]:
+def _function(rank: int, form: str) -> tuple[list[object], list[object]]:
     module, twin = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)) for _ in range(2))
     wrapped = LegacyDistributedDataParallel(twin)
     module.load_state_dict(twin.state_dict())
@@ -42,16 +40,14 @@ def _function(form: str, rank: int) -> tuple[list[object], list[object]]:
 
 
 @pytest.mark.unsimulated("its operations resize their results")
-@pytest.mark.parametrize("form", ["module", "list", "generator"])
-def test_function_equals_the_method_call_after_call(form: str) -> None:
-    results = run_ranks(partial(_function, form), 2)
-
-    assert results[0] == results[1]
-    assert results[0][0] == results[0][1]
-    assert results[0][0][-1] == [None] * 4
+def test_function_equals_the_method_call_after_call() -> None:
+    for first, second in run_cases(_function, 2, {form: (form,) for form in ("module", "list", "generator")}).values():
+        assert first == second
+        assert first[0] == first[1]
+        assert first[0][-1] == [None] * 4
 
 
-def _leftovers(form: str, rank: int) -> list[bool]:
+def _leftovers(rank: int, form: str) -> list[bool]:
     module = nn.Linear(2, 1)
     module(torch.ones(1, 2)).sum().backward()
     wrapped: nn.Module = module
@@ -66,9 +62,9 @@ def _leftovers(form: str, rank: int) -> list[bool]:
     return [ref() is not None for ref in alive]
 
 
-@pytest.mark.parametrize("form", ["module", "parameters", "wrapper"])
-def test_nothing_of_a_module_outlives_it(form: str) -> None:
-    assert run_ranks(partial(_leftovers, form), 1) == [[False] * 4]
+def test_nothing_of_a_module_outlives_it() -> None:
+    cases = {form: (form,) for form in ("module", "parameters", "wrapper")}
+    assert run_cases(_leftovers, 1, cases) == {form: [[False] * 4] for form in cases}
 
 
 @on_ranks(2, [[0, 0]] * 2)

@@ -75,11 +75,13 @@ def _broadcast_dtypes(rank: int, as_buffers: bool) -> list[list[list[int]]]:
     return seen
 
 
-@pytest.mark.parametrize("as_buffers", [False, True])
-def test_every_dtype_arrives_bit_by_bit_from_every_source(as_buffers: bool) -> None:
+_KINDS = {"parameters": (False,), "buffers": (True,)}
+
+
+def test_every_dtype_arrives_bit_by_bit_from_every_source() -> None:
     expected = [[_bits(_pattern(src, dtype, 3, 5)) for dtype in _DTYPES] for src in range(3)]
 
-    assert run_ranks(_broadcast_dtypes, 3, as_buffers) == [expected] * 3
+    assert run_cases(_broadcast_dtypes, 3, _KINDS) == {kind: [expected] * 3 for kind in _KINDS}
 
 
 _STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -114,11 +116,11 @@ def _broadcast_expanded(rank: int, as_buffers: bool) -> tuple[list[float], list[
     return memory.tolist(), module.t0[:, 999].tolist()
 
 
-@pytest.mark.parametrize("as_buffers", [False, True])
-def test_an_expanded_tensor_is_written_inside_its_memory_only(as_buffers: bool) -> None:
-    for rank, (memory, last_column) in enumerate(run_ranks(_broadcast_expanded, 2, as_buffers)):
-        assert last_column == [12.0, 13.0, 14.0]
-        assert memory == [*(torch.arange(2.0) + 10 * rank), *last_column, *(torch.arange(5.0, 8.0) + 10 * rank)]
+def test_an_expanded_tensor_is_written_inside_its_memory_only() -> None:
+    for of_ranks in run_cases(_broadcast_expanded, 2, _KINDS).values():
+        for rank, (memory, last_column) in enumerate(of_ranks):
+            assert last_column == [12.0, 13.0, 14.0]
+            assert memory == [*(torch.arange(2.0) + 10 * rank), *last_column, *(torch.arange(5.0, 8.0) + 10 * rank)]
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")
@@ -167,8 +169,8 @@ def _build_with_init_sync(rank: int, init_sync: bool) -> list[float]:
 
 
 def test_init_sync_takes_all_of_rank_0_and_without_it_nothing_is_touched() -> None:
-    assert run_ranks(_build_with_init_sync, 3, True) == [[1.0]] * 3
-    assert run_ranks(_build_with_init_sync, 3, False) == [[1.0], [2.0], [3.0]]
+    found = run_cases(_build_with_init_sync, 3, {"with": (True,), "without": (False,)})
+    assert found == {"with": [[1.0]] * 3, "without": [[1.0], [2.0], [3.0]]}
 
 
 def _broadcast_in_sub_group(rank: int) -> list[float] | None:

@@ -119,15 +119,6 @@ def _tripling(state: Any, bucket: Any) -> Any:
     return at_once(bucket.buffer() * 3)
 
 
-@on_ranks(1, [[6.0]])
-def test_a_single_rank_has_its_hook_run_too(rank: int) -> list[float | None]:
-    model = wrap()
-    model.register_comm_hook(None, _tripling)
-    add_gradients(model, 2.0)
-    model.all_reduce()
-    return list(gradient_values(model).values())
-
-
 def _on_a_sub_group(rank: int) -> float | None:
     """Each rank is a group of its own; the mean over the default one, which None stands for, would be 1.5."""
     model = wrap(process_group=[dist.new_group([0]), dist.new_group([1])][rank])

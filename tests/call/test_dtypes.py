@@ -10,23 +10,20 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp._call import reduce
 from legacy_ddp._call.reduce import split_divisor
-from legacy_ddp._ranks.call import Call
 from tests.helpers.cases import (
     Case,
     Grads,
     Part,
-    all_bits,
-    bits_of,
-    call_once,
     check_case,
     reduced_on_all,
     sparse_of,
     vectors,
 )
 from tests.helpers.hosts import on_host
+from tests.helpers.outcomes import kinds_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.tiers import thorough
@@ -147,16 +144,6 @@ def test_strides_of_parameters_and_gradients_do_not_matter() -> None:
     )
 
 
-def test_gradients_have_the_strides_that_torch_would_choose_for_the_parameter() -> None:
-    likes = [*PARAMETERS.values(), torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)]
-    cases = [Case([like], [[torch.ones(like.shape)], [torch.ones_like(like) * 3]]) for like in likes]
-
-    for results in run_ranks(partial(call_once, cases), 2):
-        for like, (result, strides) in zip(likes, results, strict=True):
-            assert all_bits(result) == [bits_of(torch.full(like.shape, 2.0))]
-            assert strides == [torch.empty_like(like).stride()]
-
-
 _COMPLEX = torch.complex(torch.tensor([math.inf, 0.0, 3.0]), torch.tensor([0.0, -math.inf, 6.0]))
 _COMPLEX_PATHS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -238,17 +225,10 @@ def _reduce_once(rank: int, smallest_bytes: int, numel: int, options: dict[str, 
     wrapped = LegacyDistributedDataParallel(net, checks="off", **options)
     for parameter in net:
         parameter.grad = torch.full_like(parameter, 1.0 + 2 * rank)
-    groups: list[Any] = []
-    start = Call.start
-
-    def noted(call: Call, group: Any, begin: Any) -> Any:
-        groups.append(group)
-        return start(call, group, begin)
-
-    Call.start = noted  # type: ignore[method-assign]
-    record = wrapped.all_reduce()
-    Call.start = start  # type: ignore[method-assign]
-    return len(groups), record.payload_bytes, torch.cat([parameter.grad for parameter in net]).unique().tolist()
+    records: list[SyncRecord] = []
+    kinds = kinds_of(lambda: records.append(wrapped.all_reduce()))
+    means = torch.cat([parameter.grad for parameter in net]).unique().tolist()
+    return kinds.count("allreduce"), records[0].payload_bytes, means
 
 
 # The smallest piece in bytes, the size of the bucket, the settings, and the collectives of both buckets.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import run_cases
 
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (*REAL, torch.complex64, torch.complex128)
@@ -59,9 +59,9 @@ def _wrong(rank: int, reduce_dtype: torch.dtype | None) -> tuple[str, list[torch
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
-@pytest.mark.parametrize("reduce_dtype", [None, *REAL])
-def test_sums_are_made_in_the_documented_dtype(transport: str, reduce_dtype: torch.dtype | None) -> None:
-    assert run_ranks(_wrong, RANKS, reduce_dtype) == [("host", [])] * RANKS
+def test_sums_are_made_in_the_documented_dtype(transport: str) -> None:
+    found = run_cases(_wrong, RANKS, {str(reduce_dtype): (reduce_dtype,) for reduce_dtype in (None, *REAL)})
+    assert found == dict.fromkeys(found, [("host", [])] * RANKS)
 
 
 def _copies(rank: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> list[bool]:
@@ -77,10 +77,8 @@ def _copies(rank: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> 
     return found
 
 
-@pytest.mark.parametrize("dtype, reduce_dtype", [(torch.float16, None), (torch.float32, torch.float64)])
-def test_no_copy_for_sending_is_kept_where_memory_is_shared(
-    transport: str, dtype: torch.dtype, reduce_dtype: torch.dtype | None
-) -> None:
+def test_no_copy_for_sending_is_kept_where_memory_is_shared(transport: str) -> None:
     """The first call makes its copy before the transport is chosen."""
+    cases = {"fp16": (torch.float16, None), "wider": (torch.float32, torch.float64)}
     kept = [True, False, False] if transport == "host" else [True] * 3
-    assert run_ranks(_copies, 2, dtype, reduce_dtype) == [kept] * 2
+    assert run_cases(_copies, 2, cases) == dict.fromkeys(cases, [kept] * 2)

@@ -270,7 +270,8 @@ def test_after_an_agreed_error_inside_the_block_is_over_on_all_ranks(rank: int) 
     return said and said[0], step(model, 1.0 + rank)
 
 
-def _nested(rank: int) -> list[float | None]:
+@on_ranks(2, [[1.5], [1.5, 2.0]])
+def test_a_disabled_join_inside_leaves_the_outer_one_on(rank: int) -> list[float | None]:
     model, found = wrap(timeout_seconds=5.0), []
     with model.join(divide_by_initial_world_size=False):
         for _ in range(1 + rank):
@@ -278,10 +279,6 @@ def _nested(rank: int) -> list[float | None]:
                 pass
             found.append(step(model, 1.0 + rank))
     return found
-
-
-def test_a_disabled_join_inside_leaves_the_outer_one_on() -> None:
-    assert run_ranks(_nested, 2) == [[1.5], [1.5, 2.0]]
 
 
 @on_ranks(2, [[(False, 2, 1.0)], [(False, 2, 1.0), (True, 0, None)]])

@@ -12,6 +12,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
 from tests.helpers import logged_warnings
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 
 NAN = float("nan")
 SKIP = Checks(nonfinite="skip")
@@ -108,7 +109,8 @@ def test_a_training_that_skips_for_ever_says_so_again() -> None:
         assert "(10 until now)" in later
 
 
-def _runs_hook(rank: int) -> tuple[int, bool]:
+@on_ranks(2, [(1, True)] * 2)
+def test_a_hook_does_not_see_the_nan_of_a_skipped_step(rank: int) -> tuple[int, bool]:
     """How often a hook ran in two calls, of which the first is bad, and whether the second was reduced."""
     logged_warnings.listen()
     model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False), checks=SKIP)
@@ -125,10 +127,6 @@ def _runs_hook(rank: int) -> tuple[int, bool]:
     _call(model, rank, 1.0)
     assert len(logged_warnings.take()) == 1
     return len(ran), _grads(model) == [[5.0, 5.0]]
-
-
-def test_a_hook_does_not_see_the_nan_of_a_skipped_step() -> None:
-    assert run_ranks(_runs_hook, 2) == [(1, True)] * 2
 
 
 def _has_scaler(rank: int, with_scaler: Sequence[int]) -> tuple[str, bool, float, list[Any]]:

@@ -11,6 +11,7 @@ from torch import nn
 from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_script
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.torch_versions import without_gloo_lines
 
 STEPS = 35
@@ -31,7 +32,10 @@ def _in_thread(action: Callable[[], object]) -> None:
     thread.join()
 
 
-def _overlapping_blocks(rank: int) -> tuple[bool, bool, list[float]]:
+@on_ranks(2, [(False, True, [1.5])] * 2)  # the mean of 1 and 2
+def test_no_sync_blocks_of_two_threads_that_overlap_do_not_leave_synchronisation_off(
+    rank: int,
+) -> tuple[bool, bool, list[float]]:
     """A block that begins in another thread's block, and ends after it."""
     model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False))
     first, second = model.no_sync(), model.no_sync()
@@ -42,10 +46,6 @@ def _overlapping_blocks(rank: int) -> tuple[bool, bool, list[float]]:
     during = model.all_reduce().synchronized
     _in_thread(lambda: second.__exit__(None, None, None))
     return during, model.all_reduce().synchronized, model.module.weight.grad.flatten().tolist()
-
-
-def test_no_sync_blocks_of_two_threads_that_overlap_do_not_leave_synchronisation_off() -> None:
-    assert run_ranks(_overlapping_blocks, 2) == [(False, True, [1.5])] * 2  # of 1 and 2
 
 
 def _reproducible_blocks(rank: int) -> tuple[str, str, list[float]]:

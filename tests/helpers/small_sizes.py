@@ -3,10 +3,15 @@
 A process with another size runs no further jobs (``tests/helpers/processes.py``).
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from legacy_ddp._call import broadcast, host_sum
-from legacy_ddp._memory import plan
+from legacy_ddp._memory import flat_buffer, plan
 
 DEFAULT_CHUNK_NUMEL = host_sum.CHUNK_NUMEL
+SMALLEST_MOVED_BYTES = plan.SMALLEST_BYTES  # of a gradient that moves to its slot during backward
 
 
 def move_gradients_from(size_bytes: int) -> None:
@@ -22,3 +27,19 @@ def sum_chunks_of(numel: int) -> None:
 def broadcast_chunks_of(size_bytes: int) -> None:
     """A broadcast sends chunks of about this size."""
     broadcast.CHUNK_BYTES = size_bytes
+
+
+@contextmanager
+def before_each_flat_tensor(act: Callable[[], object]) -> Iterator[None]:
+    """``act`` runs before the memory of each flat tensor is made, and may raise."""
+    make: Any = flat_buffer.SlotViews
+
+    def acted(*arguments: Any) -> Any:
+        act()
+        return make(*arguments)
+
+    flat_buffer.SlotViews = acted  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        flat_buffer.SlotViews = make  # type: ignore[misc]

@@ -1,28 +1,23 @@
 """Moves of large gradients to their slots during backward: memory becomes free, and no kept tensor changes."""
 
-import gc
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._memory import flat_buffer
-from legacy_ddp._memory.plan import SMALLEST_BYTES
-from tests.helpers import devices
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.small_sizes import SMALLEST_MOVED_BYTES, before_each_flat_tensor
 from tests.helpers.torch_versions import HAS_GRAD_DTYPE
 
-LARGE = (SMALLEST_BYTES // 4 // 64, 64)
+LARGE = (SMALLEST_MOVED_BYTES // 4 // 64, 64)
 INNER: dict[str, Callable[[nn.Module], Any]] = {
     "as it is": lambda module: module,
     "compiled": lambda module: torch.compile(module, backend="aot_eager"),
@@ -69,8 +64,11 @@ def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.grad.data_ptr() + one.grad.nbytes == other.grad.data_ptr()
 
 
-@on_ranks(2)
-def _where_they_are(rank: int) -> list[tuple[bool, bool, bool, Any]]:
+@pytest.mark.cpu("a device copies all gradients in the call")
+@on_ranks(2, [[(True, True, True, ([11.5], [11.5], None))] * len(INNER)] * 2)
+def test_large_gradients_are_in_the_flat_tensor_before_the_call_and_small_ones_after_it(
+    rank: int,
+) -> list[tuple[bool, bool, bool, Any]]:
     results = []
     for inner in INNER.values():
         wrapped = _wrap()
@@ -87,13 +85,6 @@ def _where_they_are(rank: int) -> list[tuple[bool, bool, bool, Any]]:
         reduced = net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), net.unused.grad
         results.append((stays, apart, _memory(net.large.grad) == flat and _adjacent(net.large, net.small), reduced))
     return results
-
-
-@pytest.mark.cpu("a device copies all gradients in the call")
-def test_large_gradients_are_in_the_flat_tensor_before_the_call_and_small_ones_after_it() -> None:
-    expected = (True, True, True, ([11.5], [11.5], None))
-
-    assert _where_they_are() == [[expected] * len(INNER)] * 2
 
 
 @pytest.mark.cpu("a device copies all gradients in the call")
@@ -120,31 +111,6 @@ class _Subclass(torch.Tensor):
     pass
 
 
-def _keep_gradient(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
-    wrapped(3.0).backward()
-    kept = net.large.grad
-    wrapped.zero_grad()
-    wrapped(5.0).backward()
-    return bool((kept == 3).all()), bool((net.large.grad == 5).all())
-
-
-def _keep_row(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
-    wrapped(3.0).backward()
-    kept = net.large.grad[1]
-    wrapped.zero_grad()
-    wrapped(5.0).backward()
-    return bool((kept == 3).all()), bool((net.large.grad == 5).all())
-
-
-def _keep_in_another_grad(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
-    wrapped(3.0).backward()
-    other = nn.Parameter(torch.ones(LARGE))
-    other.grad = net.large.grad
-    wrapped.zero_grad()
-    wrapped(5.0).backward()
-    return bool((other.grad == 3).all()), bool((net.large.grad == 5).all())
-
-
 def _keep_another_one(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
     (net.large.sum() + net.unused.sum()).backward()
     kept = net.unused.grad[0]
@@ -152,20 +118,6 @@ def _keep_another_one(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts
     net.unused.grad = None
     net.large.sum().backward()
     return bool((kept == 1).all()), bool((net.large.grad == 1).all())
-
-
-def _own_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
-    own = torch.zeros(LARGE)
-    net.large.grad = own
-    wrapped(5.0).backward()
-    return net.large.grad is own, bool((own == 5).all())
-
-
-def _view_of_own_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
-    own = torch.zeros(net.large.numel())
-    net.large.grad = own.view(LARGE)
-    wrapped(5.0).backward()
-    return bool((own == 5).all()), _memory(net.large.grad) == _memory(own)
 
 
 def _see_it_in_a_hook(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
@@ -186,28 +138,12 @@ def _differentiable(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
     return (bool((second == 6).all()),)
 
 
-def _repointed(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
-    wrapped(3.0).backward()
-    own = torch.zeros(LARGE)
-    net.large.grad.data = own
-    wrapped.zero_grad()
-    wrapped(5.0).backward()
-    return bool((own == 0).all()), bool((net.large.grad == 5).all())
-
-
 def _reshaped(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
     wrapped(3.0).backward()
     net.large.grad.data = net.large.grad.data.view(-1)
     wrapped.zero_grad()
     wrapped(5.0).backward()
     return (bool((net.large.grad == torch.full(LARGE, 5.0)).all()),)
-
-
-def _one_for_two(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
-    other = nn.Parameter(torch.ones(LARGE))
-    other.grad = net.large.grad = torch.zeros(LARGE)
-    wrapped(5.0).backward()
-    return bool((other.grad == 5).all()), _memory(other.grad) == _memory(net.large.grad)
 
 
 def _other_dtype(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
@@ -224,13 +160,6 @@ def _keep_row_while_another_slot_is_left(wrapped: LegacyDistributedDataParallel,
     wrapped.zero_grad()
     wrapped(5.0).backward()
     return (bool((kept == 3).all()),)
-
-
-def _numpy_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
-    own = np.zeros(LARGE, dtype=np.float32)
-    net.large.grad = torch.from_numpy(own)
-    wrapped(5.0).backward()
-    return bool((own == 5).all()), bool((net.large.grad == 5).all())
 
 
 def _shared_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
@@ -262,34 +191,17 @@ def _in_place_with_grad(wrapped: LegacyDistributedDataParallel, net: Any) -> Fac
     return (required,)
 
 
-def _zeroed(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
-    wrapped(3.0).backward()
-    memory = _memory(net.large.grad)
-    wrapped.zero_grad(set_to_none=False)
-    wrapped(5.0).backward()
-    return bool((net.large.grad == 5).all()), _memory(net.large.grad) == memory
-
-
 DEEDS = [
-    _keep_gradient,
-    _keep_row,
-    _keep_in_another_grad,
     _keep_another_one,
-    _own_memory,
-    _view_of_own_memory,
     _see_it_in_a_hook,
     _differentiable,
-    _repointed,
     _reshaped,
-    _one_for_two,
     *([_other_dtype] if HAS_GRAD_DTYPE else []),
     _keep_row_while_another_slot_is_left,
-    *([] if devices.is_real() else [_numpy_memory]),  # a gradient is on the device of its parameter
     _shared_memory,
     _subclass,
     _changed_class,
     _in_place_with_grad,
-    _zeroed,
 ]
 
 
@@ -320,20 +232,6 @@ def test_without_bucket_views_gradients_stay_where_backward_made_them(rank: int)
     return _moved(net.large)
 
 
-def _after_the_wrapper(rank: int) -> tuple[bool, bool]:
-    wrapped = _wrap()
-    net: Any = wrapped.module
-    wrapper = weakref.ref(wrapped)
-    del wrapped
-    gc.collect()
-    net(1.0).backward()
-    return wrapper() is None, _moved(net.large)
-
-
-def test_nothing_moves_after_the_wrapper_is_gone() -> None:
-    assert run_ranks(_after_the_wrapper, 1) == [(True, False)]
-
-
 @on_ranks(2, [[[2.0]] * 4 + [True]] * 2)
 def test_layers_that_are_added_later_move_with_the_others(rank: int) -> list[Any]:
     wrapped = _wrap()
@@ -349,14 +247,8 @@ def test_layers_that_are_added_later_move_with_the_others(rank: int) -> list[Any
     return values
 
 
-def test_a_slot_without_elements_is_harmless() -> None:
-    (left,) = _train_with_an_empty_one()
-
-    assert left == [(0, 3), LARGE]
-
-
-@on_ranks(1)
-def _train_with_an_empty_one(rank: int) -> list[tuple[int, ...]]:
+@on_ranks(1, [[(0, 3), LARGE]])
+def test_a_slot_without_elements_is_harmless(rank: int) -> list[tuple[int, ...]]:
     net = nn.ParameterList([nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(LARGE))])
     wrapped = LegacyDistributedDataParallel(net, checks="off")
     for _ in range(3):
@@ -372,24 +264,18 @@ def _train_with_an_empty_one(rank: int) -> list[tuple[int, ...]]:
 def _two_threads(rank: int) -> tuple[int, int]:
     """Of 40 first backward passes in two threads: how many end in a wrong mean, and how many flat tensors are made."""
     sys.setswitchinterval(1e-6)
-    wrong, made = 0, list[Any]()
-    views = flat_buffer.SlotViews
-
-    def noted(*arguments: Any) -> Any:
-        made.append(arguments)
-        return views(*arguments)
-
-    flat_buffer.SlotViews = noted  # type: ignore[assignment,misc]
-    for _ in range(40):
-        net = nn.ParameterList([nn.Parameter(torch.zeros(LARGE)), nn.Parameter(torch.zeros(LARGE))])
-        wrapped = LegacyDistributedDataParallel(net, checks="off")
-        threads = [threading.Thread(target=(p.sum() * (1 + 2 * rank)).backward) for p in net]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        wrapped.all_reduce()
-        wrong += any(parameter.grad is None or bool((parameter.grad != 2).any()) for parameter in net)
+    wrong, made = 0, list[int]()
+    with before_each_flat_tensor(lambda: made.append(1)):
+        for _ in range(40):
+            net = nn.ParameterList([nn.Parameter(torch.zeros(LARGE)), nn.Parameter(torch.zeros(LARGE))])
+            wrapped = LegacyDistributedDataParallel(net, checks="off")
+            threads = [threading.Thread(target=(p.sum() * (1 + 2 * rank)).backward) for p in net]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            wrapped.all_reduce()
+            wrong += any(parameter.grad is None or bool((parameter.grad != 2).any()) for parameter in net)
     return wrong, len(made)
 
 
@@ -406,30 +292,25 @@ def _fail_to_make_room(rank: int) -> list[Any]:
     kept = net.small.grad[0]
     wrapped.zero_grad()
     wrapped(1.0 + 2 * rank).backward()
-    views, flat_buffer.SlotViews = flat_buffer.SlotViews, _fail  # type: ignore[assignment,misc]
-    try:
+    with before_each_flat_tensor(_fail), pytest.raises(MemoryError, match="no room"):
         wrapped.all_reduce()
-    except MemoryError as error:
-        said = str(error)
-    flat_buffer.SlotViews = views  # type: ignore[misc]
     wrapped.all_reduce()
-    return [said, net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), kept.unique().tolist()]
+    return [net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), kept.unique().tolist()]
 
 
-def _fail(*arguments: Any) -> None:
+def _fail() -> None:
     raise MemoryError("no room")
 
 
 def test_a_call_that_found_no_room_leaves_the_next_one_right() -> None:
-    assert run_ranks(_fail_to_make_room, 2) == [["no room", [2.0], [2.0], [1.0]]] * 2
+    assert run_ranks(_fail_to_make_room, 2) == [[[2.0], [2.0], [1.0]]] * 2
 
 
 def _fail_in_backward(rank: int) -> list[Any]:
     wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
     net: Any = wrapped.module
-    views, flat_buffer.SlotViews = flat_buffer.SlotViews, _fail  # type: ignore[assignment,misc]
-    wrapped(1.0 + 2 * rank).backward()
-    flat_buffer.SlotViews = views  # type: ignore[misc]
+    with before_each_flat_tensor(_fail):
+        wrapped(1.0 + 2 * rank).backward()
     wrapped.all_reduce()
     return list(net.large.grad.unique().tolist())
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, UnsynchronizedStepError, all_reduce_gradients
-from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_models import Net, add_gradients, error_of, gradient_values, step, wrap
 
 # Calls after the parameters changed: the next call uses the new parameters
@@ -62,11 +61,11 @@ def _change_between_steps(rank: int, how: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("how", _CHANGES)
-def test_the_next_call_follows_whatever_changed_after_wrapping(how: str) -> None:
-    for seen in run_ranks(_change_between_steps, 2, how):
-        for mean, (grads, trainable) in zip([2.5, 3.5], seen, strict=True):
-            assert grads == dict.fromkeys(trainable, mean)
+def test_the_next_call_follows_whatever_changed_after_wrapping() -> None:
+    for how, of_ranks in run_cases(_change_between_steps, 2, {how: (how,) for how in _CHANGES}).items():
+        for seen in of_ranks:
+            for mean, (grads, trainable) in zip([2.5, 3.5], seen, strict=True):
+                assert grads == dict.fromkeys(trainable, mean), how
 
 
 @pytest.mark.usefixtures("alone")
@@ -82,19 +81,6 @@ def test_parameters_that_were_all_replaced_are_counted_from_the_second_call_on()
     assert counts == [0, 1]  # nobody saw the new one before the first call
 
 
-@on_ranks(2, [1.5, 1.5])
-def test_torch_may_swap_the_contents_of_a_wrapped_parameter(rank: int) -> float | None:
-    model = wrap()
-    step(model, rank)
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.zero_grad()
-        model.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    return step(model, rank + 1.0)
-
-
 def _untie(rank: int, guilty: tuple[int, ...]) -> list[Any]:
     net: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     net[1].weight = net[0].weight
@@ -107,17 +93,13 @@ def _untie(rank: int, guilty: tuple[int, ...]) -> list[Any]:
     return [error_of(model.all_reduce), gradient_values(model)]
 
 
-def test_a_weight_untied_after_wrapping_gets_a_gradient_of_its_own() -> None:
-    for error, values in run_ranks(_untie, 2, (0, 1)):
-        assert error is None
-        assert values == {"0.weight": 0.5, "1.weight": 0.5}
+def test_a_weight_untied_after_wrapping_gets_a_gradient_of_its_own_and_on_one_rank_is_named_on_all() -> None:
+    found = run_cases(_untie, 2, {"both": ((0, 1),), "one": ((1,),)})
 
-
-def test_a_weight_untied_on_one_rank_is_named_on_all() -> None:
-    for error, _ in run_ranks(_untie, 2, (1,)):
-        assert error is not None
-        assert error[0] == "LayoutError"
-        assert "shared with 1.weight" in error[1]
+    assert found["both"] == [[None, {"0.weight": 0.5, "1.weight": 0.5}]] * 2
+    for (kind, text), _ in found["one"]:
+        assert kind == "LayoutError"
+        assert "shared with 1.weight" in text
 
 
 # Parameters whose contents torch.utils.swap_tensors() exchanged, as module conversions do on request

@@ -222,8 +222,11 @@ def test_two_dtypes_share_the_bytes_of_one_tensor(rank: int) -> list[Any]:
     return [memory[8:].view(torch.float32).tolist(), memory[:8].view(torch.bfloat16).tolist(), is_there]
 
 
-@on_ranks(2)
-def _overlapping(rank: int) -> list[Any]:
+_MEANS = [[3.0, 3.0, 3.0, 13.0], [31.0, 30.0, 30.0], [2.0, 2.0], [1.0] * 3]
+
+
+@on_ranks(2, [[_MEANS, _MEANS]] * 2)
+def test_memory_that_overlaps_is_written_to_for_one_gradient_and_never_for_weights(rank: int) -> list[Any]:
     """On rank 0 two gradients overlap, and a third overlaps with its weight. On rank 1 nothing does."""
     found = []
     for as_view in (True, False):
@@ -237,12 +240,6 @@ def _overlapping(rank: int) -> list[Any]:
         model.all_reduce()
         found.append([each.grad.flatten().tolist() for each in net.parameters()] + [weights.tolist()])
     return found
-
-
-def test_memory_that_overlaps_is_written_to_for_one_gradient_and_never_for_weights() -> None:
-    means = [[3.0, 3.0, 3.0, 13.0], [31.0, 30.0, 30.0], [2.0, 2.0], [1.0] * 3]
-
-    assert _overlapping() == [[means, means]] * 2
 
 
 @on_ranks(2, [[[True, False], [_expected(4, 2.0, 0.0)] * 2]] * 2)
@@ -273,8 +270,8 @@ def test_a_gradient_kept_from_backward_is_not_overwritten(rank: int) -> list[Any
     return [[*one.grad.tolist(), *two.grad.tolist()], float(torch.equal(kept, before))]
 
 
-@on_ranks(2)
-def _layouts(rank: int) -> list[Any]:
+@on_ranks(2, [[True] * 6] * 2)
+def test_parts_with_other_strides_get_the_result_in_place(rank: int) -> list[Any]:
     """A convolution in channels_last, with its gradient as a permuted part, or as a contiguous part."""
     found = []
     for as_view in (True, False):
@@ -288,10 +285,6 @@ def _layouts(rank: int) -> list[Any]:
         there = torch.equal(flat[:24].view(2, 2, 2, 3).permute(0, 3, 1, 2), values)
         found += [there, flat[24:].tolist() == [0.0] * 6, torch.equal(weight.grad, values)]
     return found
-
-
-def test_parts_with_other_strides_get_the_result_in_place() -> None:
-    assert _layouts() == [[True] * 6] * 2
 
 
 @on_ranks(2, [[[3.0, 3.0], [3.0, 3.0], True]] * 2)

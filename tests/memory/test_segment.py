@@ -2,11 +2,8 @@
 
 import os
 import re
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,11 +32,6 @@ def _written_by_a_child(memory: torch.Tensor) -> tuple[list[int], list[int]]:
     return found, memory.unique().tolist()
 
 
-def test_a_child_writes_to_a_copy() -> None:
-    segment = Segment(3 * PAGE)
-    assert _written_by_a_child(segment.memory.fill_(7)) == ([7], [7])
-
-
 def test_a_kept_segment_is_private_also_in_the_parent() -> None:
     """Its descriptor is closed. A copy in each child took time, and failed from 2 GiB on."""
     before = len(os.listdir("/proc/self/fd"))
@@ -61,49 +53,6 @@ def test_a_segment_that_a_child_inherited_is_no_memory_to_share_there() -> None:
         os._exit(policy.fits(bucket, segment))
     assert policy.fits(bucket, segment)
     assert os.waitpid(child, 0)[1] == 0
-
-
-def test_memory_is_unmapped_with_its_last_tensor() -> None:
-    segment = Segment(PAGE)
-    part = segment.memory[5:]
-    address = segment.memory.data_ptr()
-    del segment
-    part.fill_(3)
-    del part
-    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
-
-
-def _open_one_more() -> int | None:
-    try:
-        return os.open(os.devnull, os.O_RDONLY)
-    except OSError:
-        return None
-
-
-@contextmanager
-def _no_file_left() -> Iterator[None]:
-    before, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-    try:
-        while (descriptor := _open_one_more()) is not None:
-            held.append(descriptor)
-        yield
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_a_child_forked_at_the_limit_of_open_files_writes_to_a_copy() -> None:
-    segment = Segment(PAGE)
-    segment.memory.fill_(7)
-    with _no_file_left():
-        child = os.fork()
-        if child == 0:
-            segment.memory.fill_(9)
-            os._exit(0)
-        os.waitpid(child, 0)
-    assert segment.memory.unique().tolist() == [7]
 
 
 _OLD_C_LIBRARY = """

@@ -88,11 +88,6 @@ def _overlap(net: _Net, rank: int) -> None:
     net.a.grad, net.b.grad = memory[:4].view(2, 2), memory[2:].view(2, 2)
 
 
-def _shift(net: _Net, rank: int) -> None:
-    net.a.grad = _grad(net.a).as_strided((2, 2), (2, 1), _grad(net.a).storage_offset())
-    net.b.grad = _grad(net.b).as_strided((2, 2), (1, 1))
-
-
 def _expand(net: _Net, rank: int) -> None:
     net.a.grad = _grad(net.a)[0].expand(2, 2)
 
@@ -245,24 +240,19 @@ def test_gradient_kept_beside_one_in_use_is_not_overwritten(rank: int) -> list[A
     return _values(kept, net.a.grad, net.b.grad)
 
 
-@on_ranks(2, [_values(A, 2 * ONES, 4 * ONES, 6 * ONES)] * 2)
-def test_a_history_of_gradients_keeps_every_step(rank: int) -> list[Any]:
-    wrapped, net = _after_one_call(rank)
-    history = [_grad(net.a)]
-    for _ in range(3):
-        wrapped.zero_grad()
-        _backward(net, rank)
-        net.a.grad = _grad(net.a) * len(history)
-        wrapped.all_reduce()
-        history.append(_grad(net.a))
-    return _values(*history)
-
-
 # --- the module changes under the views -------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def _convert(rank: int) -> list[tuple[bool, torch.dtype, tuple[int, ...], int]]:
+_CONVERTED = [
+    (torch.float32, (12, 1, 6, 3)),
+    (torch.float64, (12, 1, 6, 3)),
+    (torch.float64, (12, 4, 2, 1)),
+    (torch.float32, (12, 4, 2, 1)),
+]
+
+
+@on_ranks(2, [[(True, *facts, True) for facts in _CONVERTED]] * 2)
+def test_gradients_survive_a_conversion_of_the_wrapped_module(rank: int) -> list[tuple[Any, ...]]:
     module = nn.Conv2d(3, 2, 2, bias=False)
     wrapped = _wrap(module)
     weight, plain = module.weight, torch.arange(24.0).reshape(2, 3, 2, 2)
@@ -280,23 +270,12 @@ def _convert(rank: int) -> list[tuple[bool, torch.dtype, tuple[int, ...], int]]:
         wrapped.all_reduce()
         grad = _grad(weight)
         same_memory = grad.data_ptr() == grad.untyped_storage().data_ptr()
-        results.append((torch.equal(grad, plain.to(grad.dtype)), grad.dtype, grad.stride(), int(same_memory)))
+        results.append((torch.equal(grad, plain.to(grad.dtype)), grad.dtype, grad.stride(), same_memory))
     return results
 
 
-def test_gradients_survive_a_conversion_of_the_wrapped_module() -> None:
-    last, first = (12, 1, 6, 3), (12, 4, 2, 1)
-    expected = [
-        (True, torch.float32, last, 1),
-        (True, torch.float64, last, 1),
-        (True, torch.float64, first, 1),
-        (True, torch.float32, first, 1),
-    ]
-
-    assert _convert() == [expected] * 2
-
-
-def _leave_view(rank: int) -> tuple[bool, list[Any]]:
+@on_ranks(2, [(True, _values(A, A + 2, B))] * 2)
+def test_gradient_that_create_graph_took_out_of_the_flat_tensor_is_packed_again(rank: int) -> tuple[bool, list[Any]]:
     wrapped, net = _after_one_call(rank)
     view = _grad(net.a)
     with warnings.catch_warnings():
@@ -306,10 +285,6 @@ def _leave_view(rank: int) -> tuple[bool, list[Any]]:
     net.a.grad = _grad(net.a).detach() * 2 * rank
     wrapped.all_reduce()
     return left, _values(view, net.a.grad, net.b.grad)
-
-
-def test_gradient_that_create_graph_took_out_of_the_flat_tensor_is_packed_again() -> None:
-    assert run_ranks(_leave_view, 2) == [(True, _values(A, A + 2, B))] * 2
 
 
 def _share_parameter(rank: int) -> list[Any]:
@@ -410,31 +385,13 @@ def test_a_saved_gradient_takes_the_room_of_its_own_elements() -> None:
         assert 4 * BIG <= big < 4 * BIG + 10_000
 
 
-@on_ranks(2)
-def _clip(rank: int) -> tuple[float, list[Any], list[Any]]:
-    wrapped, net = _after_one_call(rank)
-    addresses = [_grad(p).data_ptr() for p in (net.a, net.b)]
-    _grad(net.a).fill_(1.5), _grad(net.b).fill_(2.0)  # norms 3 and 4
-    norm = nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
-    clipped = [_grad(net.a)[0, 0].item(), _grad(net.b)[0, 0].item()]
-    wrapped.all_reduce()
-    assert addresses == [_grad(p).data_ptr() for p in (net.a, net.b)]
-    return norm.item(), clipped, _values(net.a.grad, net.b.grad)
-
-
-def test_clipping_works_on_the_views() -> None:
-    for norm, clipped, later in _clip():
-        assert norm == 5.0
-        # torch adds 1e-6 to the norm it divides by.
-        torch.testing.assert_close(clipped, [0.3, 0.4], rtol=1e-6, atol=0)
-        assert later == [[[value] * 2] * 2 for value in clipped]
-
-
 # --- an error changes nothing -----------------------------------------------------------------------------------------
 
 
-@on_ranks(2)
-def _fail(rank: int) -> list[tuple[str, bool, bool]]:
+@on_ranks(2, [[(name, True, True) for name in SURGERIES for _ in range(2)]] * 2)
+def test_agreed_error_leaves_every_gradient_untouched_whatever_memory_it_is_in(
+    rank: int,
+) -> list[tuple[str, bool, bool]]:
     results = []
     for name, (surgery, _, _) in SURGERIES.items():
         for as_view in (True, False):
@@ -448,11 +405,6 @@ def _fail(rank: int) -> list[tuple[str, bool, bool]]:
             same_objects = all(p.grad is grad for p, grad in zip(net.parameters(), objects, strict=True))
             results.append((name, same_objects, before == _values(*(p.grad for p in net.parameters()))))
     return results
-
-
-def test_agreed_error_leaves_every_gradient_untouched_whatever_memory_it_is_in() -> None:
-    for of_rank in _fail():
-        assert of_rank == [(name, True, True) for name in SURGERIES for _ in range(2)]
 
 
 # A thread of gloo keeps a sent tensor for up to 30 ms after the wait; one call in five then took fresh memory.

@@ -57,7 +57,7 @@ AGREEMENT = (
         "a row of several ranks counts for the first of them",
         "holders.setdefault(value, []).extend(ranks)",
         "holders.setdefault(value, []).extend(ranks[:1])",
-        "tests/test_message_parts.py -k with_their_ranks",
+        "tests/ranks/test_agreement.py -k construction_names",
     ),
     Mutant(
         "different errors on all ranks are local errors",
@@ -276,7 +276,7 @@ COLLECTIVES = (
         "collectives of the script are not compared",
         "if not all(row.flags & Flag.ISSUED_KNOWN for row in rows):",
         "if True:",
-        "tests/test_simulated_device.py -k another_order",
+        "tests/test_devices.py -k another_order",
     ),
     Mutant(
         "a step with a NaN is not skipped",

@@ -117,6 +117,7 @@ def _compiled(rank: int, checks: str) -> tuple[int, int, list[float]]:
     return counter.frame_count, sum(dynamo_utils.counters["recompiles"].values()), weights
 
 
+@pytest.mark.thorough
 @pytest.mark.cpu("it compiles for the CPU")
 def test_a_compiled_step_whose_pre_hook_calls_compiles_nothing_more() -> None:
     assert run_ranks(_compiled, 1, "info", timeout_seconds=120) == run_ranks(_compiled, 1, "off", timeout_seconds=120)

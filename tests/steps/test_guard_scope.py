@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,6 @@ def _evaluation(model: Model, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _no_gradients_yet(model: Model, optimizer: Optimizer) -> None:
-    optimizer.step()
-
-
-def _dropped(set_to_none: bool, model: Model, optimizer: Optimizer) -> None:
-    backward(model)
-    optimizer.zero_grad(set_to_none)
-    optimizer.step()
-
-
 def _scaler_skips(model: Model, optimizer: Optimizer) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for factor in (1.0, torch.inf, 1.0):
@@ -54,16 +43,6 @@ def _scaler_skips(model: Model, optimizer: Optimizer) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == 4.0
-
-
-def _local_step(model: Model, optimizer: Optimizer) -> None:
-    backward(model)
-    with model.no_sync():
-        optimizer.step()
-        with suppress(KeyError), model.no_sync():
-            optimizer.step()
-            raise KeyError
-        optimizer.step()
 
 
 def _backward_in_no_sync(model: Model, optimizer: Optimizer) -> None:
@@ -93,37 +72,6 @@ def _gradients_edited(model: Model, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _gradients_assigned(model: Model, optimizer: Optimizer) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-
-
-def _backward_twice(model: Model, optimizer: Optimizer) -> None:
-    loss = model(torch.ones(2, 3)).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    model.all_reduce()
-    optimizer.step()
-
-
-def _left_out(model: Model, optimizer: Optimizer) -> None:
-    backward(model)
-    assert model.all_reduce(skip=True).skipped
-    optimizer.step()
-    backward(model)
-    assert model.all_reduce(0).skipped
-    optimizer.step()
-
-
-def _failed_then_made(model: Model, optimizer: Optimizer) -> None:
-    backward(model)
-    with suppress(TypeError):
-        model.all_reduce(sample_size="many")  # type: ignore[arg-type]
-    model.all_reduce()
-    optimizer.step()
-
-
 def _frozen_and_unfrozen(model: Model, optimizer: Optimizer) -> None:
     model.module[0].requires_grad_(False)
     backward(model)
@@ -133,13 +81,6 @@ def _frozen_and_unfrozen(model: Model, optimizer: Optimizer) -> None:
     model.module[0].requires_grad_(True)
     backward(model)
     model.all_reduce()
-    optimizer.step()
-
-
-def _stepped_twice(model: Model, optimizer: Optimizer) -> None:
-    backward(model)
-    model.all_reduce()
-    optimizer.step()
     optimizer.step()
 
 
@@ -158,20 +99,11 @@ def _other_parameters(model: Model, optimizer: Optimizer) -> None:
     "program",
     [
         _evaluation,
-        _no_gradients_yet,
-        partial(_dropped, True),
-        partial(_dropped, False),
         _scaler_skips,
-        _local_step,
         _backward_in_no_sync,
         _accumulation,
         _gradients_edited,
-        _gradients_assigned,
-        _backward_twice,
-        _left_out,
-        _failed_then_made,
         _frozen_and_unfrozen,
-        _stepped_twice,
         _other_parameters,
     ],
 )
@@ -261,23 +193,6 @@ def test_the_guard_can_be_switched_off(checks: str | Checks) -> None:
     backward(model)
 
     assert_steps(model, SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("level, allowed", [("off", "raise"), ("info", "allow"), ("info", "raise")])
-def test_the_environment_switches_the_level_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, level: str, allowed: str
-) -> None:
-    monkeypatch.setenv("LEGACY_DDP_CHECKS", level)
-    model = Model(net(), checks=Checks(level="off", unsynchronized_step=allowed))
-    optimizer = SGD(model.parameters(), lr=0.1)
-    backward(model)
-
-    if (level, allowed) == ("info", "raise"):
-        with refused(model, optimizer):
-            optimizer.step()
-    else:
-        assert_steps(model, optimizer)
 
 
 @pytest.mark.usefixtures("alone")

@@ -9,12 +9,10 @@ from torch import nn
 from torch.optim import SGD
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._steps.backward_counter import BackwardCounter, is_any_counting
-from legacy_ddp._steps.policy import StepPolicy
-from legacy_ddp._steps.step_counter import StepCounter
 from tests.helpers.outcomes import Outcome, check_agreed, check_silent, outcome_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import add_gradients, tanh_net
+from tests.helpers.shared_jobs import run_cases
+from tests.helpers.small_models import Said, add_gradients, error_of, tanh_net
 from tests.helpers.tiers import thorough
 
 # Different numbers of optimizer steps between two calls are an error on every rank in the second call
@@ -78,63 +76,65 @@ def _trains(rank: int, who: tuple[int, ...], steps: Steps, checks: str | Checks)
     return outcome_of(model, rank, model.all_reduce)
 
 
+_IGNORES = Checks(divergence="ignore")
+_NUMBERS: dict[str, tuple[Steps, int]] = {
+    "skips": (_skips, 0),
+    "twice": (_steps_twice, 2),
+    "drops": (_drops_gradients, 0),
+}
+
+
 @pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), thorough(4, 2)])
-@pytest.mark.parametrize("steps, number", [(_skips, 0), (_steps_twice, 2), (_drops_gradients, 0)])
-def test_ranks_with_different_numbers_of_steps_are_told(steps: Steps, number: int, world_size: int, who: int) -> None:
-    outcomes = run_ranks(_trains, world_size, (who,), steps, Checks(divergence="ignore"))
-
-    words = (f"rank {who} has {number}", "have 1" if world_size > 2 else "has 1", "call 4")
-    check_agreed(outcomes, "DesyncError", (who,) if world_size > 2 else (), "numbers of optimizer steps", *words)
-
-
-@pytest.mark.parametrize("steps", [_skips, _steps_twice, _drops_gradients])
-def test_the_same_number_on_all_ranks_is_silent(steps: Steps) -> None:
-    check_silent(run_ranks(_trains, 2, (0, 1), steps, "info"))
+def test_ranks_with_different_numbers_of_steps_are_told(world_size: int, who: int) -> None:
+    cases = {name: ((who,), steps, _IGNORES) for name, (steps, _) in _NUMBERS.items()}
+    for name, outcomes in run_cases(_trains, world_size, cases).items():
+        words = (f"rank {who} has {_NUMBERS[name][1]}", "have 1" if world_size > 2 else "has 1", "call 4")
+        check_agreed(outcomes, "DesyncError", (who,) if world_size > 2 else (), "numbers of optimizer steps", *words)
 
 
-@pytest.mark.parametrize("steps", [_steps_beside, _fails_to_step])
-def test_steps_that_change_no_replica_do_not_count(steps: Steps) -> None:
-    check_silent(run_ranks(_trains, 2, (1,), steps, "info"))
+_ALLOWS = Checks(unsynchronized_step="allow", divergence="ignore")
+_SILENT: dict[str, tuple[tuple[int, ...], Steps, str | Checks]] = {
+    "no step of any rank": ((0, 1), _skips, "info"),
+    "two steps of all ranks": ((0, 1), _steps_twice, "info"),
+    "no gradients on any rank": ((0, 1), _drops_gradients, "info"),
+    "steps that change no replica": ((1,), _steps_beside, "info"),
+    "a step that fails": ((1,), _fails_to_step, "info"),
+    "local steps": ((1,), _steps_in_a_block, _IGNORES),
+    "checks off": ((1,), _skips, "off"),
+    "allowed": ((1,), _skips, _ALLOWS),
+}
 
 
-def test_local_steps_do_not_count() -> None:
-    check_silent(run_ranks(_trains, 2, (1,), _steps_in_a_block, Checks(divergence="ignore")))
+def test_equal_numbers_and_steps_that_do_not_count_are_silent_and_nothing_is_counted_without_the_check() -> None:
+    for outcomes in run_cases(_trains, 2, _SILENT).values():
+        check_silent(outcomes)
 
 
-@pytest.mark.parametrize("checks", ["off", Checks(unsynchronized_step="allow", divergence="ignore")])
-def test_nothing_is_counted_without_the_check(checks: str | Checks) -> None:
-    check_silent(run_ranks(_trains, 2, (1,), _skips, checks))
-
-
-@pytest.mark.parametrize("place, number", [(None, 0), (0, 1), (2**20 - 1, 1)])
-def test_a_large_gradient_is_read_to_its_end(place: int | None, number: int) -> None:
-    group, parameter = _Group(), nn.Parameter(torch.ones(2**10, 2**10))
-    counter = StepCounter(StepPolicy(guarded=True))
-    counter.ids = frozenset([id(parameter)])
-    counter.begin(group)
-    parameter.grad = torch.zeros(2**10, 2**10)
+def _steps_with_large_gradient(rank: int, place: int | None) -> Said:
+    """A step of rank 1 alone with zeros, or with a 1 at ``place``; the error of the next call."""
+    model = Model(nn.Linear(2**10, 2**10, bias=False), checks=Checks(divergence="ignore"))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        add_gradients(model, 1.0)
+        model.all_reduce()
+    grad = model.module.weight.grad.zero_()
     if place is not None:
-        parameter.grad.view(-1)[place] = 1.0
-
-    SGD([parameter], lr=0.1).step()
-
-    assert counter.take(group) == number
-
-
-class _Group:
-    """Stands for a process group."""
+        grad.view(-1)[place] = 1.0
+    if rank == 1:
+        optimizer.step()
+    optimizer.zero_grad()
+    add_gradients(model, 1.0)
+    return error_of(model.all_reduce)
 
 
-def test_gradients_of_other_devices_are_not_read() -> None:
-    group, parameter = _Group(), nn.Parameter(torch.ones(2, device="meta"))
-    counter = StepCounter(StepPolicy(guarded=True))
-    counter.ids = frozenset([id(parameter)])
-    counter.begin(group)
-    parameter.grad = torch.ones(2, device="meta")
+def test_a_large_gradient_is_read_to_its_end() -> None:
+    found = run_cases(_steps_with_large_gradient, 2, {"zeros": (None,), "first": (0,), "last": (2**20 - 1,)})
 
-    SGD([parameter], lr=0.1).step()
-
-    assert counter.take(group) == 0
+    assert found.pop("zeros") == [None, None]
+    for said in (*found["first"], *found["last"]):
+        assert said is not None
+        assert "rank 1 has 1; rank 0 has 0" in said[1]
 
 
 def _scales(rank: int, unscales_before: bool) -> str:
@@ -170,48 +170,22 @@ def test_a_scaler_that_skips_on_all_ranks_is_silent() -> None:
     assert run_ranks(_scales, 2, False) == ["", ""]
 
 
-# The quick look whether any gradient waits for a call, while other threads make wrappers
-
-
-class _NoResult:
-    """The place of a gradient before the first call."""
-
-    version = 0
-    view = None
-
-    def is_in(self, grad: torch.Tensor) -> bool:
-        return grad is None
-
-
-def test_the_look_is_safe_while_other_threads_make_counters() -> None:
+@pytest.mark.usefixtures("alone")
+def test_a_step_is_safe_while_another_thread_makes_wrappers() -> None:
     """optimizer.step() raised "Set changed size during iteration"."""
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     is_over = threading.Event()
 
     def make() -> None:
         while not is_over.is_set():
-            kept = [BackwardCounter(guarded=True) for _ in range(20)]
+            kept = [Model(nn.Linear(1, 1)) for _ in range(5)]
             del kept
 
     maker = threading.Thread(target=make)
     maker.start()
     try:
-        for _ in range(20_000):
-            is_any_counting()
+        for _ in range(5_000):
+            optimizer.step()
     finally:
         is_over.set()
         maker.join()
-
-
-def test_a_count_is_seen_until_its_reset_and_not_after_the_end_of_its_counter() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    counter = BackwardCounter(guarded=True)
-    counter.attach(["weight"], [parameter], [_NoResult()])
-    before = is_any_counting()
-    parameter.sum().backward()
-    assert is_any_counting()
-    counter.reset()
-    assert is_any_counting() == before
-
-    parameter.sum().backward()
-    del counter
-    assert is_any_counting() == before
