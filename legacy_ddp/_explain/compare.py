@@ -316,10 +316,7 @@ def _compare_elements(
 ) -> dict[int, ElementDifference]:
     """Collective: the difference of each of ``ranks`` from the first rank of ``majority``, the largest group."""
     reference = own.detach().resolve_conj().resolve_neg().contiguous().clone()
-    options = call.options("Broadcast")
-    options.rootRank, options.rootTensor = majority[0], 0
-    flat = reference.view(-1).view(torch.uint8)
-    call.run(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
+    call.broadcast(reference.view(-1), majority[0])
     found = None if call.groups.rank in majority else _try_compare(own, reference)
     gathered = call.gather_objects(found and found.to_json())
     return {

@@ -424,7 +424,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "rank 0 is the source of every broadcast",
-        "options.rootTensor = src, 0",
+        "options.rootTensor = source, 0",
         "options.rootTensor = 0, 0",
         "tests/call/test_broadcast.py -k every_dtype",
     ),

@@ -314,9 +314,7 @@ def give_to_all(call: Call, own: torch.Tensor, source: int, size_bytes: int) -> 
     if call.groups.size == 1 or not size_bytes:
         return own
     data = own if call.groups.rank == source else torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-    options = call.options("Broadcast")
-    options.rootRank, options.rootTensor = source, 0
-    call.run(call.groups.payload(data.device), lambda group: group.broadcast([data], options))
+    call.broadcast(data, source)
     return data
 
 
