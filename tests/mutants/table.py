@@ -111,7 +111,7 @@ AGREEMENT = (
         "a split that no tree has is accepted",
         "if not finding and is_aligned(len(rows), most):",
         "if not finding:",
-        "tests/reproducible/test_reproducible_faults.py -k power_of_two",
+        "tests/reproducible/test_reproducible_faults.py -k refused",
     ),
     Mutant(
         "micro-batches of ranks that skip count",
@@ -1009,7 +1009,7 @@ WORDS = (
         "the plan of the first micro-batch is forgotten",
         "        self._plan = self._plan or plan\n",
         "",
-        "tests/reproducible/test_reproducible_faults.py -k within_a_step",
+        "tests/reproducible/test_reproducible_faults.py -k refused",
     ),
     Mutant(
         "several wrappers are not told apart",
