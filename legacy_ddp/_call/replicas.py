@@ -238,7 +238,7 @@ class Replicas(Check):
         if not agreement.common_flags & Flag.SIGNED:
             return None
         if agreement.headers.is_equal("replica"):
-            digests.note_agreement(call)
+            digests.note_agreement(call.groups, call.number)
             return None
         left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more steps
         compared = {rank: digest for rank, digest in enumerate(agreement.column("replica")) if rank not in left}

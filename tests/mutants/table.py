@@ -330,7 +330,7 @@ COLLECTIVES = (
         "the last words of a late digest are not mixed",
         "advance(state, [words, zero, zero])",
         "advance(state, [words])",
-        "tests/replicas/test_late_digests.py -k joined_bytes",
+        "tests/replicas/test_digest.py -k joined_bytes",
     ),
     Mutant(
         "a large finite gradient counts as infinite on a device",
