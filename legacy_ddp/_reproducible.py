@@ -20,7 +20,7 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import GradientError, LegacyDDPError
 from legacy_ddp._memory.flat_buffer import ABSENT, SPARSE, FlatBuffer, kinds_of
-from legacy_ddp._memory.layout import Bucket, wire_dtype
+from legacy_ddp._memory.layout import Bucket, as_real, wire_dtype
 from legacy_ddp._memory.plan import Plan
 from legacy_ddp._memory.segment import Segment, SegmentPolicy
 from legacy_ddp._steps.backward_counter import BackwardCounter
@@ -249,7 +249,7 @@ class ZeroGradSentinel:
             return True
         if is_added_to or grad is not self.zeros:  # or the user assigned a gradient by hand
             return False
-        real = torch.view_as_real(grad) if grad.is_complex() else grad
+        real = as_real(grad)
         return not bool((torch.signbit(real) | (real != 0)).any())
 
     def remove(self) -> None:
@@ -259,7 +259,7 @@ class ZeroGradSentinel:
 
     @property
     def _is_negative_zero(self) -> bool:
-        real = torch.view_as_real(self.zeros) if self.zeros.is_complex() else self.zeros
+        real = as_real(self.zeros)
         return bool((torch.signbit(real) & (real == 0)).all())
 
 

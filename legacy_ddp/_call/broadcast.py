@@ -130,11 +130,9 @@ def _check_memory(item: Named, *, kind: str) -> None:
 
 
 def _broadcast_chunk(call: Call, chunk: Sequence[torch.Tensor], src: int) -> None:
-    # In logical order, because strides may differ between ranks, and as bytes, because gloo knows few dtypes.
+    # In logical order, because strides may differ between ranks.
     flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-    options = call.options("Broadcast")
-    options.rootRank, options.rootTensor = src, 0
-    call.run(call.groups.payload(flat.device), lambda group: group.broadcast([flat.view(torch.uint8)], options))
+    call.broadcast(flat, src)
     # Rank src writes its own values back: a write on the other ranks only would look like a weight update there.
     for tensor, piece in zip(chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True):
         tensor.copy_(piece.view(tensor.shape))

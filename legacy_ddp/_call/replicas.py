@@ -195,7 +195,7 @@ class Replicas(Check):
         # Otherwise nothing is due in this call, or checks are off on some rank (perhaps on a rank that left).
         elif agreement.common_flags & Flag.SIGNED:
             if agreement.headers.is_equal("replica"):
-                digests.note_agreement(call)
+                digests.note_agreement(call.groups, call.number)
             else:
                 left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more steps
                 of_ranks = enumerate(agreement.column("replica"))

@@ -56,10 +56,8 @@ class _Rule:
     cause: str
     has_evidence: Callable[[StepDigests], bool] = lambda _: False  # of a fault of the rank with these digests
     evidence: str = ""  # the text of this fault
-    detail: tuple[str, Callable[[StepDigests], str]] = (
-        "",
-        lambda _: "",
-    )  # a label and a value, for {detail} in `cause`
+    # A label and a value, for {detail} in `cause`.
+    detail: tuple[str, Callable[[StepDigests], str]] = ("", lambda _: "")
 
 
 def _format_steps(digests: StepDigests) -> str:

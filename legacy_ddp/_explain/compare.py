@@ -221,20 +221,18 @@ def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int,
 
 def describe_items(items: Sequence[StateItem]) -> dict[str, str]:
     """The text of each item by name: the type and digest of a tensor, the type and number of an optimizer scalar."""
-    tensors = {index: item.value for index, item in enumerate(items) if isinstance(item.value, torch.Tensor)}
-    scalars = {
-        index
-        for index, tensor in tensors.items()
-        if items[index].kind == "optimizer" and tensor.ndim == 0 and tensor.layout is torch.strided
-    }
-    contents = {index: format_element(tensors[index]) for index in scalars}
-    hashed = {index: tensor for index, tensor in tensors.items() if index not in scalars}
-    digests = zip(hashed, digest_each(hashed.values()), strict=True)
-    contents |= {index: f"{digest % 2**64:016x}" for index, digest in digests}
-    return {
-        item.name: describe_value(item.value) + (f" {contents[index]}" if index in contents else "")
-        for index, item in enumerate(items)
-    }
+    texts = {item.name: describe_value(item.value) for item in items}
+    hashed: dict[str, torch.Tensor] = {}
+    for item in items:
+        if not isinstance(item.value, torch.Tensor):
+            continue
+        if item.kind == "optimizer" and item.value.ndim == 0 and item.value.layout is torch.strided:
+            texts[item.name] += f" {format_element(item.value)}"
+        else:
+            hashed[item.name] = item.value
+    for name, digest in zip(hashed, digest_each(hashed.values()), strict=True):
+        texts[name] += f" {digest % 2**64:016x}"
+    return texts
 
 
 def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
@@ -316,10 +314,7 @@ def _compare_elements(
 ) -> dict[int, ElementDifference]:
     """Collective: the difference of each of ``ranks`` from the first rank of ``majority``, the largest group."""
     reference = own.detach().resolve_conj().resolve_neg().contiguous().clone()
-    options = call.options("Broadcast")
-    options.rootRank, options.rootTensor = majority[0], 0
-    flat = reference.view(-1).view(torch.uint8)
-    call.run(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
+    call.broadcast(reference.view(-1), majority[0])
     found = None if call.groups.rank in majority else _try_compare(own, reference)
     gathered = call.gather_objects(found and found.to_json())
     return {

@@ -422,4 +422,3 @@ CLASSES: dict[str, Callable[[_Pair], str | None]] = {
     "non-finite": _non_finite,
     "some": lambda _: "no known pattern",
 }
-KINDS = tuple(CLASSES)

@@ -56,6 +56,13 @@ class Gatherer:
     def run(self, group: Any, start: Callable[[Any], Any]) -> None:
         self.wait(group, self.start(group, start))
 
+    def broadcast(self, flat: torch.Tensor, source: int) -> None:
+        """Write the elements of rank ``source`` to ``flat``, of one dimension, on every rank."""
+        options = self.options("Broadcast")
+        options.rootRank, options.rootTensor = source, 0
+        # As bytes, because gloo knows few dtypes.
+        self.run(self.groups.payload(flat.device), lambda group: group.broadcast([flat.view(torch.uint8)], options))
+
     def start(self, group: Any, start: Callable[[Any], Any]) -> Any:
         """Return ``start(group)``. From here on the other ranks depend on this rank."""
         self._has_communicated = self._peers_waiting = True

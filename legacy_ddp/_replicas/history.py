@@ -15,6 +15,7 @@ from legacy_ddp._explainer import DifferingReplicas, ExplainedReplicas, explaine
 from legacy_ddp._memory.layout import distinct, fingerprint
 from legacy_ddp._ranks.agree import ranks_where
 from legacy_ddp._ranks.call import Call
+from legacy_ddp._ranks.private_groups import Groups
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.state import (
     Begun,
@@ -225,8 +226,8 @@ class ReplicaDigests(StepObserver, ABC):
     def digest_of(self, call: Call) -> int | None:
         """The digest for the header of ``call``; None if this call compares nothing."""
 
-    def note_agreement(self, call: Call) -> None:
-        """The digests of all ranks are equal in ``call``."""
+    def note_agreement(self, groups: Groups, number: int) -> None:
+        """The digests of all ranks are equal in call ``number``."""
 
     @abstractmethod
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ExplainedReplicas | None:

@@ -21,14 +21,7 @@ from legacy_ddp._ranks.agree import ranks_where
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._ranks.private_groups import Groups
 from legacy_ddp._replicas.history import ReplicaDigests
-from legacy_ddp._replicas.state import (
-    add_memory,
-    as_bytes,
-    begin_sums,
-    equal_groups,
-    gather_digests,
-    is_digestible,
-)
+from legacy_ddp._replicas.state import add_memory, as_bytes, begin_sums, equal_groups, gather_digests, is_digestible
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import error_line, list_some
 from legacy_ddp._torch import device as devices
@@ -173,7 +166,7 @@ class RotatingDigests(ReplicaDigests):
 
     def __init__(self, wrapper: nn.Module, settings: Settings, planner: Planner) -> None:
         super().__init__(wrapper, settings, planner.counter.policy)
-        self.generation = 0  # rises when earlier digests say nothing about later calls
+        self.generation = 0
         self._planner = planner
         self._warns = settings.checks.divergence == "warn" and not settings.checks.compares_replicas
         # Of the part that was read last: its bytes, the checksum of its parameters, and the sums of parameters and
@@ -200,13 +193,8 @@ class RotatingDigests(ReplicaDigests):
         place = (call.number % count, count, self._size_bytes)
         return Reading(call.number, self.generation, place, checksum), [*chain(*self._sums)]
 
-    def note_agreement(self, call: Call) -> None:
-        self._note_agreement(call.groups, call.number)
-
-    def _note_agreement(self, groups: Groups, number: int) -> None:
-        memory = self._memories.get(groups)
-        if memory is None:
-            memory = self._memories[groups] = _GroupMemory()
+    def note_agreement(self, groups: Groups, number: int) -> None:
+        memory = self._memories.setdefault(groups, _GroupMemory())
         memory.agreed[number % len(self._division.parts)] = number
 
     def compare(
@@ -217,7 +205,7 @@ class RotatingDigests(ReplicaDigests):
         number = number or call.number
         memory, sides = self._memories.setdefault(call.groups, _GroupMemory()), equal_groups(digests)
         if len(sides) <= 1:
-            self._note_agreement(call.groups, number)
+            self.note_agreement(call.groups, number)
             return None
         streak = memory.streak if self._warns and memory.streak and number <= memory.streak.end else None
         # Do not extend the pause: it began with an old digest, and a real difference may follow.
@@ -235,7 +223,7 @@ class RotatingDigests(ReplicaDigests):
             digests = gather_digests(call, self.digest_of(call) or 0, left_out)
             sides = equal_groups(digests)
             if len(sides) <= 1:
-                self._note_agreement(call.groups, number)
+                self.note_agreement(call.groups, number)
                 return None
         streak = streak or _Streak(number)
         items = self._items(with_groups=True)

@@ -26,12 +26,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._memory.layout import (
-    Named,
-    check_dense,
-    distinct,
-    fingerprint,
-)
+from legacy_ddp._memory.layout import Named, check_dense, distinct, fingerprint
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import group_ranks, list_some

@@ -11,12 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._check_settings import as_names
-from legacy_ddp._explain.compare import (
-    DETAILS,
-    LocalState,
-    compare_headers,
-    divergence_error,
-)
+from legacy_ddp._explain.compare import DETAILS, LocalState, compare_headers, divergence_error
 from legacy_ddp._explain.replica_report import ReplicaReport
 from legacy_ddp._memory.layout import inventory_digest
 from legacy_ddp._ranks.agree import agree, announcing_failures

@@ -1,7 +1,6 @@
 """Comparison of the computation of all ranks: every rank also runs the batch of the rank before."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -16,13 +15,7 @@ from torch.nn.parameter import is_lazy
 from legacy_ddp import _torch as internals
 from legacy_ddp._check_settings import as_names
 from legacy_ddp._errors import ReplicaDivergenceError, argument_errors
-from legacy_ddp._explain.compare import (
-    DETAILS,
-    LocalState,
-    compare_headers,
-    describe_items,
-    divergence_error,
-)
+from legacy_ddp._explain.compare import DETAILS, LocalState, compare_headers, describe_items, divergence_error
 from legacy_ddp._memory.layout import build_inventory, distinct, inventory_digest
 from legacy_ddp._ranks.agree import agree, announcing_failures
 from legacy_ddp._ranks.call import Call, check_can_communicate
@@ -31,7 +24,7 @@ from legacy_ddp._replicas import state as replica_state
 from legacy_ddp._text import format_bytes
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
-from legacy_ddp.debug._cross_check.batch import classes_in, pack
+from legacy_ddp.debug._cross_check.batch import Classes, pack
 from legacy_ddp.debug._cross_check.run import (
     Passes,
     Run,
@@ -124,18 +117,17 @@ def cross_check(
         with torch.no_grad(), announcing_failures(call):
             check_can_communicate(call)
             _check_functions(module, run)
-            check_initialised(module)
-            options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
-            local = tuple(
-                synchronizer.settings.checks.local_buffers if options.local_buffers is None else options.local_buffers
-            )
+            _check_initialised(module)
+            options = _check_options(operations, local_buffers, max_bytes, raises)
+            local: Sequence[str] | None = options["local_buffers"]
+            if local is None:
+                local = synchronizer.settings.checks.local_buffers
             replica_state.check_local_buffers(module, local)
             statistics = held_statistics(run, module)
             held = {name: value for name, value in held_values(run, module).items() if name not in statistics}
             own = _own_tensors(target, local)
-            data = _pack(batch, module, {**own, **statistics}, max_bytes)
-            names = ", ".join(sorted(local)) or "none"
-            request = _describe(module, held, asdict(replace(options, local_buffers=None)) | {"local_buffers": names})
+            data, classes = _pack(batch, module, {**own, **statistics}, max_bytes)
+            request = _describe(module, held, {**options, "local_buffers": ", ".join(sorted(local)) or "none"})
             with call.phase("digest"):
                 state = _shared_state(target, own)
                 header = Header(layout=inventory_digest(request))
@@ -147,7 +139,7 @@ def cross_check(
             raise divergence_error(call, replicas)
         settings = partial(settings_of, target.group, synchronizer.settings, module, held)
         with state_set_aside(module, [model, *held_modules(run).values()], statistics) as saved:
-            passes = Passes(run, model, module, saved, classes_in(batch))
+            passes = Passes(run, model, module, saved, classes)
             report = _compare_runs(call, passes, data, settings, with_operations=operations)
         if raises and not report.agrees:
             raise _error(call, report)
@@ -192,9 +184,9 @@ class CrossCheck:
         self._every = as_count("every", every)
         _check_functions(model, run)
         _check_group(model, process_group)
-        options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
+        options = _check_options(operations, local_buffers, max_bytes, raises)
         self._check: Callable[..., CrossCheckReport] = partial(
-            cross_check, model, run, **asdict(options), process_group=process_group
+            cross_check, model, run, **options, process_group=process_group
         )
 
     def __call__(self, batch: Any) -> CrossCheckReport | None:
@@ -203,25 +195,21 @@ class CrossCheck:
         return None if self.calls % self._every else self._check(batch=batch)
 
 
-@dataclass(frozen=True)
-class CrossCheckOptions:
-    """The options of :func:`cross_check`. ``local_buffers``: a tuple of names, or None."""
-
-    operations: bool = False
-    local_buffers: Iterable[str] | None = None
-    max_bytes: int = MAX_BYTES
-    raises: bool = False
-
-    def __post_init__(self) -> None:
-        as_flag("operations", self.operations)
-        as_flag("raises", self.raises)
-        expected = "expected a whole number of bytes, 1 or more"
-        if not isinstance(self.max_bytes, int) or isinstance(self.max_bytes, bool):
-            raise TypeError(f"max_bytes is of the wrong type: got {self.max_bytes!r}, {expected}")
-        if self.max_bytes < 1:
-            raise ValueError(f"max_bytes is not usable: got {self.max_bytes}, {expected}")
-        if self.local_buffers is not None:
-            object.__setattr__(self, "local_buffers", as_names(self.local_buffers, "local_buffers"))
+def _check_options(
+    operations: bool, local_buffers: Iterable[str] | None, max_bytes: int, raises: bool
+) -> dict[str, Any]:
+    """The options of :func:`cross_check` by name, with a tuple for ``local_buffers`` that is not None."""
+    expected = "expected a whole number of bytes, 1 or more"
+    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool):
+        raise TypeError(f"max_bytes is of the wrong type: got {max_bytes!r}, {expected}")
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes is not usable: got {max_bytes}, {expected}")
+    return {
+        "operations": as_flag("operations", operations),
+        "local_buffers": None if local_buffers is None else as_names(local_buffers, "local_buffers"),
+        "max_bytes": max_bytes,
+        "raises": as_flag("raises", raises),
+    }
 
 
 def _check_functions(module: object, run: object) -> None:
@@ -239,7 +227,7 @@ def _check_group(model: nn.Module, process_group: object) -> None:
         )
 
 
-def check_initialised(module: nn.Module) -> None:
+def _check_initialised(module: nn.Module) -> None:
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         if lazy := [name for name, tensor in named if is_lazy(tensor)]:
             raise ValueError(
@@ -273,17 +261,19 @@ def _shared_state(target: Target, own: Mapping[str, torch.Tensor]) -> LocalState
     )
 
 
-def _pack(batch: Any, module: nn.Module, own: Mapping[str, torch.Tensor], max_bytes: int) -> torch.Tensor:
-    """The parcel of this rank, empty without a batch."""
+def _pack(
+    batch: Any, module: nn.Module, own: Mapping[str, torch.Tensor], max_bytes: int
+) -> tuple[torch.Tensor, Classes]:
+    """The parcel of this rank, empty without a batch, and the classes in the batch."""
     if batch is None:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    data = pack(batch, generator_states(module), own)
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), {}
+    data, classes = pack(batch, generator_states(module), own)
     if data.numel() > max_bytes:
         raise ValueError(
             f"batch is too large: got {format_bytes(data.numel())} with generators and buffers, expected at most "
             f"{format_bytes(max_bytes)}; pass a smaller batch, or a larger max_bytes="
         )
-    return data
+    return data, classes
 
 
 def _describe(module: nn.Module, run_values: Mapping[str, Any], arguments: Mapping[str, object]) -> dict[str, str]:

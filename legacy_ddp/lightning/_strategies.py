@@ -74,22 +74,22 @@ class _StrategyMixin:
     ) -> None:
         refuse_unknown(type(self), kwargs, _StrategyMixin.__init__, super().__init__, instead=_INSTEAD)
         del find_unused_parameters  # there is nothing to search
-        # Only a check, in one process, before ranks are started; the wrapper of a rank reads the environment itself.
+        # Only checks, in one process, before ranks are started; the wrapper of a rank reads the environment itself.
         resolve_checks(checks)
         resolve_timeout(timeout_seconds)
-        settings = Settings(
-            buffer_size=buffer_size,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            reduce_dtype=reduce_dtype,
-            ignore=frozenset(as_names(ignore, "ignore")),
-            checks=as_checks(checks),
-            timeout_seconds=timeout_seconds,
-        )
+        arguments: dict[str, Any] = {
+            "buffer_size": buffer_size,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "reduce_dtype": reduce_dtype,
+            "ignore": frozenset(as_names(ignore, "ignore")),
+            "checks": as_checks(checks),
+            "timeout_seconds": timeout_seconds,
+        }
+        Settings(**arguments)
         if not isinstance(init_sync, bool):
             raise TypeError(f"init_sync is not usable: got {init_sync!r}, expected True or False")
         super().__init__(**kwargs)
-        self._init_sync = init_sync
-        self._settings = settings
+        self._arguments = {**arguments, "init_sync": init_sync}  # of the wrapper
 
     def setup_environment(self) -> None:
         super().setup_environment()  # type: ignore[misc]  # of the class that comes next
@@ -108,20 +108,10 @@ class _StrategyMixin:
 
     def _wrap(self, module: nn.Module, scaler: LossScaler | None) -> LegacyDistributedDataParallel:
         """Collective: the wrapper. ``scaler``: of Lightning, used if ``checks`` has no scaler."""
-        settings = self._settings
-        checks = settings.checks
+        checks: Checks = self._arguments["checks"]
         if scaler is not None and checks.grad_scaler is None:
             checks = replace(checks, grad_scaler=scaler)
-        return LegacyDistributedDataParallel(
-            module,
-            buffer_size=settings.buffer_size,
-            init_sync=self._init_sync,
-            gradient_as_bucket_view=settings.gradient_as_bucket_view,
-            reduce_dtype=settings.reduce_dtype,
-            ignore=settings.ignore,
-            checks=checks,
-            timeout_seconds=settings.timeout_seconds,
-        )
+        return LegacyDistributedDataParallel(module, **{**self._arguments, "checks": checks})
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -211,7 +201,7 @@ class LegacyDDPStrategy(_StrategyMixin, _TrainerStrategy):
         """If a rank is lost, end the ranks that this process launched as scripts: one that hangs would go on."""
         super().on_exception(exception)
         if isinstance(exception, LostPeerError):
-            end_children(self._launcher)
+            _end(_scripts(self._launcher))
 
     def teardown(self) -> None:
         module = self.lightning_module
@@ -313,7 +303,7 @@ class LegacyDDPFabricStrategy(_StrategyMixin, _FabricStrategy):
         try:
             yield
         except LostPeerError:
-            end_children(self._launcher)
+            _end(_scripts(self._launcher))
             raise
 
 
@@ -336,11 +326,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, LegacyDistributedDataParallel) else module
 
 
-def end_children(launcher: object) -> None:
-    """End the ranks that this process launched as scripts; kill those that do not end within the grace time."""
-    _end(_scripts(launcher))
-
-
 def set_up_exit(launcher: object) -> None:
     """Destroy the process group at exit of this process. If an exception ends the process, end the launched ranks."""
     _destroy_at_exit()
@@ -355,6 +340,7 @@ def _scripts(launcher: object) -> list[subprocess.Popen[bytes]]:
 
 
 def _end(listed: list[subprocess.Popen[bytes]]) -> None:
+    """Wait for the end of launched scripts; kill those that do not end within the grace time."""
     children = list(listed)
     # Lightning's observer thread reads this list. If it finds a failed process in it, it also kills this process,
     # before the error is shown.

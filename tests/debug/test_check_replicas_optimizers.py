@@ -62,6 +62,25 @@ def _lost_state(deviates: bool, rank: int, name: str, steps: int) -> ReplicaRepo
     return check_replicas(model, optimizer)
 
 
+def _other_entries(deviates: bool, rank: int, change: Callable[[list[dict[str, object]]], object]) -> ReplicaReport:
+    """``change``: of the states of two parameters."""
+    model = holding(a=torch.ones(2, 3), b=torch.ones(2))
+    optimizer = _stepped(model, _OPTIMIZERS["AdamW"])
+    if deviates:
+        change([*optimizer.state.values()])
+    return check_replicas(model, optimizer)
+
+
+def _nan_count(deviates: bool, rank: int) -> ReplicaReport:
+    """NaNs with other bits, which have equal texts in Python."""
+    model = holding(it=torch.ones(2, 3))
+    optimizer = _stepped(model, _OPTIMIZERS["AdamW"])
+    optimizer.state[model.it]["step"].fill_(float("nan"))
+    if deviates:
+        flip_lowest(optimizer.state[model.it]["step"], ())
+    return check_replicas(model, optimizer)
+
+
 def _lbfgs(deviates: bool, rank: int) -> ReplicaReport:
     model = holding(it=torch.ones(2, 3))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -127,6 +146,7 @@ OPTIMIZERS = {
         for key in keys
     },
     **{f"lr of {name}": partial(_changed_setting, name=name) for name in _OPTIMIZERS},
+    "step of NaN": _nan_count,
     "beta": _changed_beta,
     "LBFGS": _lbfgs,
     "several": _several,
@@ -140,7 +160,11 @@ LOST = {
     "momentum before a step": partial(_lost_state, name="SGD", steps=0),
     "after a step": partial(_lost_state, name="AdamW", steps=1),
     "after many steps": partial(_lost_state, name="AdamW", steps=3),
+    "a part of it": partial(_other_entries, change=lambda states: [state.pop("exp_avg") for state in states]),
+    "of one parameter": partial(_other_entries, change=lambda states: states[0].update(step=torch.tensor(1.0))),
+    "a count as text": partial(_other_entries, change=lambda states: [state.update(step="few") for state in states]),
 }
+_NOT_LOST = ("why: parameters agree, the optimizer does not: the next step() will make the replicas differ",)
 _LOST_WORDS = {
     "before a step": (
         "why: rank 1 has no optimizer state, unlike the others: perhaps resumed without optimizer.load_state_dict(); "
@@ -158,6 +182,9 @@ _LOST_WORDS = {
         "optimizer state: `exp_avg` differs in 2 of 2 parameters: rank 1 against ranks 0, 2",
     ),
     "after many steps": ("why: `step` is 3 on rank 1, 5 on ranks 0, 2: rank 1 left out steps, or loaded older",),
+    "a part of it": _NOT_LOST,
+    "of one parameter": _NOT_LOST,
+    "a count as text": _NOT_LOST,
 }
 _NAMED = {
     "beta": ("1 in betas of parameter group 0",),

@@ -1,4 +1,4 @@
-"""Arguments and registered names of the strategies, and the import without Lightning."""
+"""Arguments, registered names and examples of the strategies, and the import without Lightning."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import Checks
+from tests.helpers.docstring_examples import run_examples
 from tests.helpers.lightning_scenarios import needs_lightning
 from tests.helpers.scripts import run_script
 
@@ -105,6 +106,19 @@ def test_a_state_of_a_communication_hook_without_the_hook_is_refused() -> None:
 
     with pytest.raises(ValueError, match="ddp_comm_hook is missing"):
         LegacyDDPStrategy(ddp_comm_state=object())
+
+
+@pytest.mark.parametrize("name, user", [("LegacyDDPStrategy", "Trainer"), ("LegacyDDPFabricStrategy", "Fabric")])
+def test_the_example_of_a_strategy_runs(name: str, user: str) -> None:
+    import lightning
+
+    from legacy_ddp import lightning as strategies
+
+    strategy = getattr(strategies, name)
+    count, failures = run_examples(strategy, {name: strategy, user: getattr(lightning, user)})
+
+    assert failures == ""
+    assert count > 0
 
 
 def test_without_lightning_the_core_works_and_the_strategies_name_the_package_to_install() -> None:

@@ -111,7 +111,7 @@ AGREEMENT = (
         "a split that no tree has is accepted",
         "if not finding and is_aligned(len(rows), most):",
         "if not finding:",
-        "tests/reproducible/test_reproducible_faults.py -k power_of_two",
+        "tests/reproducible/test_reproducible_faults.py -k refused",
     ),
     Mutant(
         "micro-batches of ranks that skip count",
@@ -330,7 +330,7 @@ COLLECTIVES = (
         "the last words of a late digest are not mixed",
         "advance(state, [words, zero, zero])",
         "advance(state, [words])",
-        "tests/replicas/test_late_digests.py -k joined_bytes",
+        "tests/replicas/test_digest.py -k joined_bytes",
     ),
     Mutant(
         "a large finite gradient counts as infinite on a device",
@@ -424,7 +424,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "rank 0 is the source of every broadcast",
-        "options.rootTensor = src, 0",
+        "options.rootTensor = source, 0",
         "options.rootTensor = 0, 0",
         "tests/call/test_broadcast.py -k every_dtype",
     ),
@@ -1009,7 +1009,7 @@ WORDS = (
         "the plan of the first micro-batch is forgotten",
         "        self._plan = self._plan or plan\n",
         "",
-        "tests/reproducible/test_reproducible_faults.py -k within_a_step",
+        "tests/reproducible/test_reproducible_faults.py -k refused",
     ),
     Mutant(
         "several wrappers are not told apart",

@@ -3,7 +3,6 @@
 import copy
 import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError
 from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, tanh_net
 
 Model = partial(LegacyDistributedDataParallel, checks="detail")
@@ -58,9 +58,10 @@ def _goes_back(rank: int, broadcasts: bool) -> bool:
 
 
 @pytest.mark.unsimulated("its tensors cannot be copied with copy.deepcopy")
-@pytest.mark.parametrize("broadcasts", [True, False])
-def test_after_an_error_training_goes_on_from_weights_that_all_share(broadcasts: bool) -> None:
-    assert run_ranks(_goes_back, 2, broadcasts) == [True, True]
+def test_after_an_error_training_goes_on_from_weights_that_all_share() -> None:
+    cases = {"broadcasts": (True,), "loads": (False,)}
+
+    assert run_cases(_goes_back, 2, cases) == {name: [True, True] for name in cases}
 
 
 def _averages_local_steps(rank: int) -> bool:
@@ -90,21 +91,21 @@ def _constructs(rank: int, checks: tuple[Checks, Checks]) -> Said:
     return error_of(LegacyDistributedDataParallel, net, checks=checks[rank])
 
 
+_DETAIL = Checks("detail")
+_UNKNOWN, _ALL, _MEAN = (Checks("detail", local_buffers=[name]) for name in ("1.nothing", "1.*", "1.running_mean"))
+
+
 @pytest.mark.parametrize(
     "first, second, kind, word",
     [
-        ({"local_buffers": ["1.nothing"]}, {"local_buffers": ["1.nothing"]}, "ValueError", "1.nothing"),
-        ({}, {"local_buffers": ["1.nothing"]}, "PeerError", "rank 1: ValueError: local_buffers names what the module"),
-        ({}, {"level": "info"}, "LayoutError", 'checks="detail"'),
-        ({"local_buffers": ["1.*"]}, {"local_buffers": ["1.running_mean"]}, "LayoutError", "local_buffers"),
+        (_UNKNOWN, _UNKNOWN, "ValueError", "1.nothing"),
+        (_DETAIL, _UNKNOWN, "PeerError", "rank 1: ValueError: local_buffers names what the module"),
+        (_DETAIL, Checks("info"), "LayoutError", 'checks="detail"'),
+        (_ALL, _MEAN, "LayoutError", "local_buffers"),
     ],
 )
-def test_checks_that_cannot_be_or_differ_are_told(
-    first: dict[str, Any], second: dict[str, Any], kind: str, word: str
-) -> None:
-    checks = tuple(Checks(**{"level": "detail", **given}) for given in (first, second))
-
-    for said in run_ranks(_constructs, 2, checks):
+def test_checks_that_cannot_be_or_differ_are_told(first: Checks, second: Checks, kind: str, word: str) -> None:
+    for said in run_ranks(_constructs, 2, (first, second)):
         assert said is not None
         assert said[0] == kind
         assert word in said[1]
@@ -134,6 +135,7 @@ def _compiles(rank: int, checks: str) -> list[int]:
     return [*counts, sum(counters["recompiles"].values())]
 
 
+@pytest.mark.thorough
 def test_a_compiled_step_is_silent_and_compiles_nothing_more() -> None:
     first, second = run_ranks(_compiles, 2, "detail", timeout_seconds=120)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from legacy_ddp._explain.element_compare import KINDS, ElementDifference, compare_elements
+from legacy_ddp._explain.element_compare import CLASSES, ElementDifference, compare_elements
 
 # dtype: bits of an element, bits of its mantissa (None: not a float), has it a sign bit
 FLOATS = {
@@ -115,7 +115,7 @@ def _moved(reference: Tensor, index: Any, ulps: list[int]) -> Tensor:
 
 
 ONES, FEW, MANY, WIDE = torch.ones(30), _random(50), _random(200), _random(1000, 4)
-SIX, FIFTEEN, SIXTEEN = torch.arange(6.0).view(2, 3), torch.arange(15).view(5, 3), torch.arange(16).view(4, 4)
+SIX, FIFTEEN = torch.arange(6.0).view(2, 3), torch.arange(15).view(5, 3)
 EIGHT_BITS = torch.tensor([1.0, 1.5, -2.0, 3.0, 0.0])
 SIGNS = torch.tensor([1.0, 2.5, 0.0, -3.0, INF])
 SUBNORMAL = _edited(_random(40), slice(10), _floats(*range(1, 20, 2)))
@@ -151,14 +151,12 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
         "permutation",
         "permutation: (0, 2) and (1, 0) swapped",
     ),
-    "swapped rows": (FIFTEEN[[0, 4, 2, 3, 1]], FIFTEEN, "permutation", SAME),
     "rows in another order": (
         FIFTEEN[[1, 2, 0, 3, 4]],
         FIFTEEN,
         "permutation",
         SAME,
     ),
-    "elements that move between rows": (SIXTEEN.T, SIXTEEN, "permutation", SAME),
     "complex numbers in another order": ([3 + 4j, 5 + 6j, 1 + 2j], [1 + 2j, 3 + 4j, 5 + 6j], "permutation", None),
     "parts of complex numbers": ([1 + 4j, 3 + 2j, 5 + 6j], [1 + 2j, 3 + 4j, 5 + 6j], "some", None),
     "complex numbers with equal real parts": (
@@ -176,7 +174,6 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
         "scaled",
         f"2 {CAUSE}",
     ),
-    "a factor of integers": ([3, 6, 9], [1, 2, 3], "scaled", f"3 {CAUSE}"),
     "a factor of integers that is not exact": ([1, 2, 3], [49, 98, 147], "scaled", None),
     "eight bits are too few": (
         torch.tensor([2.0, 3.0, -4.0, 5.0]).to(torch.float8_e4m3fn),
@@ -202,7 +199,6 @@ PAIRS: dict[str, tuple[Any, Any, str, str | None]] = {
         None,
     ),
     "a factor hides no NaN": (_edited(MANY * 3, 7, NAN), MANY, "non-finite", "not finite: 1 NaN here"),
-    "the same bit of three elements": (_flipped(FEW, [3, 7, 8], 1 << 20), FEW, "some", None),
     "two bits": (_flipped(FEW, [3, 7], [1 << 20, 1 << 21]), FEW, "some", None),
     "a low bit of few elements": (_flipped(FEW, slice(19), 1), FEW, "rounding", None),
     # 2**-149 is the smallest number: one ulp above zero, two above its negative.
@@ -279,32 +275,18 @@ def test_a_bool_byte_that_is_neither_0_nor_1_is_told_from_true() -> None:
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
-@given(st.data())
-def test_any_bit_of_any_dtype_is_named(dtype: torch.dtype, data: st.DataObject) -> None:
+def test_each_bit_of_any_dtype_is_named(dtype: torch.dtype) -> None:
     width, mantissa, has_sign = FLOATS.get(dtype) or (INTEGERS[dtype], None, False)
-    patterns = st.integers(0, 1) if dtype == torch.bool else st.integers(0, 2**width - 1)
-    bits = data.draw(st.lists(patterns, min_size=1, max_size=12))
-    place, bit = data.draw(st.integers(0, len(bits) - 1)), data.draw(st.integers(0, width - 1))
-    flipped = [pattern ^ (1 << bit) if index == place else pattern for index, pattern in enumerate(bits)]
+    fields = [""] * width
+    if mantissa is not None:
+        fields = [" (mantissa)"] * mantissa + [" (exponent)"] * (width - mantissa - has_sign) + [" (sign)"] * has_sign
+    for bit, field in enumerate(fields):
+        difference = _difference(*(_from_bits([1, 0, which], dtype, width) for which in (1 << bit, 0)))
 
-    difference = _difference(_from_bits(flipped, dtype, width), _from_bits(bits, dtype, width))
-
-    part = "" if mantissa is None else " (mantissa)" if bit < mantissa else " (exponent)"
-    named = f"one bit flipped: bit {bit}{' (sign)' if has_sign and bit == width - 1 else part}"
-    assert difference.kind == "one bit"
-    assert difference.words.split(", ")[0] == named
-    assert (difference.count, difference.first_index) == (1, (place,))
-    assert difference.values[0] != difference.values[1]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_each_bit_of_a_float_is_in_its_field(dtype: torch.dtype) -> None:
-    width, mantissa, has_sign = FLOATS[dtype]
-    fields = ["mantissa"] * mantissa + ["exponent"] * (width - mantissa - has_sign) + ["sign"] * has_sign
-    reference = _from_bits([1, 2], dtype, width)
-    said = [_said(_from_bits([1, 2 ^ 1 << bit], dtype, width), reference)[1].split(", ")[0] for bit in range(width)]
-
-    assert said == [f"one bit flipped: bit {bit} ({field})" for bit, field in enumerate(fields)]
+        assert difference.kind == "one bit"
+        assert difference.words.split(", ")[0] == f"one bit flipped: bit {bit}{field}"
+        assert (difference.count, difference.first_index, difference.bit) == (1, (2,), bit)
+        assert difference.values[0] != difference.values[1]
 
 
 def test_swapped_zeros_of_other_sign_are_equal_as_numbers() -> None:
@@ -454,7 +436,7 @@ def test_the_figures_are_those_of_a_plain_loop(
     assert (difference.greatest, difference.greatest_index) == (
         (greatest, divmod(where, columns)) if where >= 0 else (None, None)
     )
-    assert difference.kind in KINDS
+    assert difference.kind in CLASSES
     assert ElementDifference.from_json(json.loads(json.dumps(difference.to_json(), allow_nan=False))) == difference
     assert all(len(line) <= 80 for line in difference.lines(" " * 8))
 

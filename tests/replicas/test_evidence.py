@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, ReplicaDivergenceError, UnsynchronizedStepError
-from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, tanh_net
 
 wrap_in_detail = partial(LegacyDistributedDataParallel, checks="detail")
@@ -40,12 +39,11 @@ def _clips_and_skips(rank: int, skips: bool) -> str:
     return _error_text(model.all_reduce)
 
 
-@pytest.mark.parametrize("skips, phase", [(True, "step"), (False, "gradients")])
 @pytest.mark.parametrize("world_size, ranks", [(2, ()), (3, (1,))])
-def test_ranks_that_clip_as_always_are_not_accused_of_it(
-    world_size: int, ranks: tuple[int, ...], skips: bool, phase: str
-) -> None:
-    assert run_ranks(_clips_and_skips, world_size, skips) == [f"{phase} {ranks}"] * world_size
+def test_ranks_that_clip_as_always_are_not_accused_of_it(world_size: int, ranks: tuple[int, ...]) -> None:
+    assert run_cases(_clips_and_skips, world_size, {"step": (True,), "gradients": (False,)}) == {
+        phase: [f"{phase} {ranks}"] * world_size for phase in ("step", "gradients")
+    }
 
 
 @on_ranks(2, ["outside ()"] * 2)
@@ -146,3 +144,21 @@ def _steps_at_another_rate_for_once(rank: int) -> str:
 def test_a_rate_that_was_another_during_the_step_alone_is_told() -> None:
     for text in _steps_at_another_rate_for_once():
         assert "lr of parameter group 0: rank 1 has 0.25; rank 0 has 0.5" in text
+
+
+@on_ranks(2)
+def _edits_a_gradient_that_changes_no_weight(rank: int) -> str:
+    model = wrap_in_detail(tanh_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    add_gradients(model, 1.0)
+    model.all_reduce()
+    if rank == 1:
+        model.module[0].weight.grad[0, 0] += 1
+    optimizer.step()
+    optimizer.zero_grad()
+    return error_of(model.all_reduce)[1]
+
+
+def test_replicas_with_another_past_are_not_equal() -> None:
+    for text in _edits_a_gradient_that_changes_no_weight():
+        assert text.startswith("all_reduce() call 2: replicas differ in the history since the last call\n")

@@ -13,7 +13,7 @@ from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import Action, Run, Warned, train
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks, once
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.tiers import thorough
 
 STEP = 20  # of the fault: a whole rotation has passed before
@@ -113,7 +113,7 @@ def test_what_all_ranks_do_alike_is_silent(name: str, world_size: int) -> None:
 
 
 def test_the_evidence_of_a_single_tensor_is_a_rotation_wide() -> None:
-    first = _warned(2, 1)[0]["noise on a weight"]
+    first = _warned(3, 0)[0]["noise on a weight"]
     since = 1 + int(first.unwrapped.partition("between the first forward after call ")[2].split()[0])
 
     assert since <= STEP
@@ -151,11 +151,11 @@ def test_a_divergence_can_be_an_error_on_all_ranks_and_training_goes_on_after_a_
     assert "replicas differ in 1 of 6 parameters" in said[0][1]
 
 
-@pytest.mark.parametrize(
-    "checks", [(Checks(divergence="ignore"),) * 2, ("off", "info"), ("info", "off")], ids=["ignore", "off", "info"]
-)
-def test_nothing_is_said_where_divergence_is_ignored_or_checks_are_off_on_a_rank(checks: tuple[Any, ...]) -> None:
-    assert run_ranks(_diverges, 2, checks, 4 + trainings.told_within()) == [[], []]
+def test_nothing_is_said_where_divergence_is_ignored_or_checks_are_off_on_a_rank() -> None:
+    steps, ignored = 4 + trainings.told_within(), Checks(divergence="ignore")
+    cases = {"ignored": ((ignored, ignored), steps), "off": (("off", "info"), steps), "info": (("info", "off"), steps)}
+
+    assert run_cases(_diverges, 2, cases) == {name: [[], []] for name in cases}
 
 
 @on_ranks(2)
@@ -230,10 +230,10 @@ def _learns_a_statistic(rank: int, checks: str, pokes: bool) -> list[str]:
 
 @pytest.mark.parametrize("checks", ["info", "detail"])
 def test_a_buffer_that_changes_on_every_rank_is_a_statistic_and_hides_nothing_else(checks: str) -> None:
-    assert run_ranks(_learns_a_statistic, 2, checks, False) == [[], []]
+    found = run_cases(_learns_a_statistic, 2, {"silent": (checks, False), "faulty": (checks, True)})
 
-    first, second = run_ranks(_learns_a_statistic, 2, checks, True)
-
+    assert found["silent"] == [[], []]
+    first, second = found["faulty"]
     assert first == second
     assert trainings.names_in(first[0]) == {"3.weight"}
 
@@ -254,14 +254,14 @@ def _holds_a_large_tensor(rank: int, numel: int) -> str:
     return told[0]
 
 
-@pytest.mark.parametrize("numel, words", [(2**22, "4194304 of 4194304 elements differ"), (2**22 + 1, "")])
-def test_a_default_warning_compares_tensors_up_to_16_mib_by_element(numel: int, words: str) -> None:
-    first, second = run_ranks(_holds_a_large_tensor, 2, numel)
+def test_a_default_warning_compares_tensors_up_to_16_mib_by_element() -> None:
+    found = run_cases(_holds_a_large_tensor, 2, {"16 MiB": (2**22,), "more": (2**22 + 1,)})
 
-    assert first == second
-    assert trainings.names_in(first) == {"large"}
-    assert words in first
-    assert ("elements differ" in first) == bool(words)
+    for first, second in found.values():
+        assert first == second
+        assert trainings.names_in(first) == {"large"}
+    assert "4194304 of 4194304 elements differ" in found["16 MiB"][0]
+    assert "elements differ" not in found["more"][0]
 
 
 def test_a_model_without_digestible_tensors_is_silent(alone: None) -> None:

@@ -178,16 +178,6 @@ def test_frozen_statistics_written_on_one_rank_are_told_on_all(name: str, level:
     assert "local_buffers" not in text
 
 
-@pytest.mark.parametrize("name", FROZEN)
-def test_frozen_statistics_of_two_ranks_are_told_with_both_readings(name: str) -> None:
-    (call, text), other = (of_rank["detail", name] for of_rank in _told(2, "FROZEN", 1))
-
-    assert other == (call, text)
-    assert call == FAULT + 1
-    assert "counting ranks does not tell: statistics of each rank's own data" in " ".join(text.split())
-    assert "local_buffers" in text
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [*FROZEN, *OWN])
 def test_statistics_that_no_rank_writes_are_silent(name: str, level: str) -> None:

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, debug
-from legacy_ddp._replicas import state
-from legacy_ddp._replicas.state import begin_sums
+from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers import logged_warnings
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
@@ -177,60 +174,3 @@ def test_a_difference_on_a_device_is_told_later_by_all_ranks_in_the_same_call_wi
     assert "since: between the first forward after call 1 and call 3, as the device" in " ".join(
         first["an error"][2][5].split()
     )
-
-
-# The sums of a device
-
-
-def _sum(*pieces: torch.Tensor) -> list[int]:
-    return [number for vector in begin_sums(pieces) for number in vector.tolist()]
-
-
-def test_a_sum_of_bytes_changes_with_every_byte_and_with_their_order() -> None:
-    data = torch.arange(100, dtype=torch.uint8)
-    others = [data.clone() for _ in range(100)]
-    for index, other in enumerate(others):
-        other[index] ^= 128
-
-    assert len({_sum(data)[0], _sum(data.flip(0))[0], *(_sum(other)[0] for other in others)}) == 102
-
-
-def test_a_sum_is_the_digest_of_the_joined_bytes() -> None:
-    data = torch.arange(1001, dtype=torch.int64).view(torch.uint8)[:8003]
-
-    assert _sum(data[:5], data[5:4000], data[4000:]) == [debug.digest(data) ^ 8003]
-
-
-def test_every_32_mib_have_a_sum_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "SUM_BYTES", 64)
-    data = torch.arange(200, dtype=torch.uint8)
-
-    assert _sum(data[:50], data[50:]) == [
-        *_sum(data[:50]),
-        *_sum(data[50:114]),
-        *_sum(data[114:178]),
-        *_sum(data[178:]),
-    ]
-
-
-class _Operations(TorchDispatchMode):
-    """Counts the operations that launch a kernel on a device: all but views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not operation.is_view
-        return operation(*args, **kwargs or {})
-
-
-def test_a_sum_of_a_hundred_tensors_takes_no_more_operations_than_of_one() -> None:
-    data = torch.arange(100, dtype=torch.uint8)
-    counts = []
-    for pieces in ([data], data.split(1)):
-        with _Operations() as operations:
-            begin_sums(pieces)
-        counts.append(operations.count)
-
-    assert counts == [11, 11]

@@ -13,6 +13,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError
 from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import once
 from tests.helpers.small_models import tanh_net
 from tests.helpers.tiers import thorough
 
@@ -172,15 +173,15 @@ def _all_ways(rank: int) -> dict[str, list[bool] | str]:
     return said
 
 
-_said: dict[int, list[dict[str, list[bool] | str]]] = {}
+@once
+def _said(world_size: int) -> list[dict[str, list[bool] | str]]:
+    return run_ranks(_all_ways, world_size, timeout_seconds=120)
 
 
 @pytest.mark.parametrize("world_size", [thorough(2), 3])
 @pytest.mark.parametrize("name", WAYS)
 def test_a_healthy_way_to_train_is_silent(name: str, world_size: int) -> None:
-    if world_size not in _said:
-        _said[world_size] = run_ranks(_all_ways, world_size, timeout_seconds=120)
-    for said in _said[world_size]:
+    for said in _said(world_size):
         assert isinstance(said[name], list), said[name]
         assert said[name]
         assert all(said[name])

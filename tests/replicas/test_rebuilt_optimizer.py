@@ -16,6 +16,7 @@ from tests.helpers.replica_scenes import (
     check_harmless,
     run_scenarios,
 )
+from tests.helpers.tiers import thorough
 
 REBUILDS, AT_FAULT, ALL = 0, 1, 2  # groups of ranks
 
@@ -57,7 +58,8 @@ FAULTS = {
 SCENARIOS = SILENT | {
     name: Scenario([_REBUILT, (fault.moment, 2, fault.action, AT_FAULT)]) for name, fault in FAULTS.items()
 }
-PLACES = [(2, 0, 0), (2, 0, 1), (3, 1, 1), (3, 0, 2)]  # number of ranks, the rank that rebuilds, the rank at fault
+# Number of ranks, the rank that rebuilds, the rank at fault.
+PLACES = [thorough(2, 0, 0), (2, 0, 1), thorough(3, 1, 1), (3, 0, 2)]
 
 
 @cache

@@ -11,8 +11,7 @@ from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import PARTS, Run, Warned, train, wide_net
-from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.torch_versions import uses_torch_jit
 
 # Modules
@@ -32,9 +31,10 @@ def _trains_renamed(rank: int, faulty: int) -> Warned:
 
 
 def test_a_module_with_names_of_its_own_is_compared() -> None:
-    assert run_ranks(_trains_renamed, 2, -1) == [Warned()] * 2
+    found = run_cases(_trains_renamed, 2, {"silent": (-1,), "faulty": (1,)})
 
-    first, second = run_ranks(_trains_renamed, 2, 1)
+    assert found["silent"] == [Warned()] * 2
+    first, second = found["faulty"]
     assert first == second
     assert trainings.names_in(first.text) == {"model.3.weight"}
 
@@ -141,9 +141,10 @@ def _forwards_other_weights(rank: int, faulty: int) -> list[int]:
 
 
 def test_a_digest_of_a_moment_that_has_passed_is_silent_and_hides_no_later_difference() -> None:
-    assert run_ranks(_forwards_other_weights, 2, -1) == [[], []]
+    found = run_cases(_forwards_other_weights, 2, {"silent": (-1,), "faulty": (1,)})
 
-    calls, others = run_ranks(_forwards_other_weights, 2, 1)
+    assert found["silent"] == [[], []]
+    calls, others = found["faulty"]
     assert calls == others
     assert len(calls) == 1
     assert 6 < calls[0] <= 3 + 2 * PARTS
@@ -165,12 +166,10 @@ def _joins(rank: int, checks: tuple[str, ...]) -> list[str]:
     return logged_warnings.take()
 
 
-def test_a_rank_that_left_a_join_with_checks_off_leaves_no_rank_waiting() -> None:
-    assert run_ranks(_joins, 3, ("off", "info", "info")) == [[], [], []]
+def test_ranks_that_are_left_in_a_join_are_compared_unless_one_that_left_has_checks_off() -> None:
+    found = run_cases(_joins, 3, {"off on a rank": (("off", "info", "info"),), "on": (("info",) * 3,)})
 
-
-def test_ranks_that_are_left_in_a_join_are_compared() -> None:
-    first, *others = run_ranks(_joins, 3, ("info",) * 3)
-
+    assert found["off on a rank"] == [[], [], []]
+    first, *others = found["on"]
     assert others == [first] * 2
     assert len(first) == 1

@@ -20,6 +20,7 @@ from legacy_ddp._reproducible import PartialSums
 from tests.helpers import logged_warnings
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_models import Said, error_of
 from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.sums import Window, bring, take, tree_sum, wrap_reproducible
@@ -52,7 +53,7 @@ def _filled(value: float) -> list[list[float]]:
     return [[value] * 3, [value]]
 
 
-def _play(script: Callable[[Model], None], _: int) -> list[Any]:
+def _play(_: int, script: Callable[[Model], None]) -> list[Any]:
     model = _model()
     script(model)
     return _left(model)
@@ -108,11 +109,6 @@ def _cleared_inside(model: Model) -> None:
     model.all_reduce(sample_size=1)
 
 
-@pytest.mark.parametrize("script", [_written_to, _last_behind_a_block, _clipped, _clipped_in_the_end, _cleared_inside])
-def test_the_micro_batches_add_up_to_3(script: Callable[[Model], None]) -> None:
-    assert run_ranks(partial(_play, script), 1, fresh=True) == [_filled(3.0)]
-
-
 def _cleared_after_an_empty_block(model: Model) -> None:
     with model.no_sync():
         pass
@@ -121,8 +117,20 @@ def _cleared_after_an_empty_block(model: Model) -> None:
     assert model.all_reduce(sample_size=1).rows[0].micro_batches == 1
 
 
-def test_zero_grad_drops_a_block_without_gradients_too() -> None:
-    assert run_ranks(partial(_play, _cleared_after_an_empty_block), 1, fresh=True) == [_filled(3.0)]
+SCRIPTS = (
+    _written_to,
+    _last_behind_a_block,
+    _clipped,
+    _clipped_in_the_end,
+    _cleared_inside,
+    _cleared_after_an_empty_block,
+)
+
+
+def test_the_micro_batches_add_up_to_3() -> None:
+    cases = {script.__name__: (script,) for script in SCRIPTS}
+
+    assert run_cases(_play, 1, cases, fresh=True) == {name: [_filled(3.0)] for name in cases}
 
 
 def _joined(rank: int) -> tuple[list[str], list[int]]:
@@ -161,9 +169,10 @@ def _padded(rank: int, uneven: str) -> tuple[list[int], list[Any]]:
     return [row.leaves for row in rows], _left(model)
 
 
-@pytest.mark.parametrize("uneven", ["warn", "raise"])
-def test_an_empty_block_is_a_micro_batch_and_no_uneven_work(uneven: str) -> None:
-    assert run_ranks(_padded, 2, uneven, fresh=True) == [([2, 2], _filled(1.0))] * 2
+def test_an_empty_block_is_a_micro_batch_and_no_uneven_work() -> None:
+    assert run_cases(_padded, 2, {"warn": ("warn",), "raise": ("raise",)}, fresh=True) == {
+        uneven: [([2, 2], _filled(1.0))] * 2 for uneven in ("warn", "raise")
+    }
 
 
 # --- errors that leave the micro-batches as they were -----------------------------------------------------------------
@@ -205,70 +214,6 @@ def test_a_failed_micro_batch_is_an_error_of_the_first_call_that_would_use_it() 
         assert "rank 0: ValueError: sample_size is missing" in first
         assert "rank 1: GradientError" in second
         assert "MemoryError: no room" in second
-
-
-def _interrupted(rank: int) -> tuple[Said, Said, list[Any]]:
-    """Ctrl-C comes when the second of two buffers is about to be added."""
-    model = LegacyDistributedDataParallel(
-        nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]),
-        reproducible=True,
-        checks=Checks(uneven="allow"),
-    )
-    both = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
-    with model.no_sync():
-        bring(model.module, both)
-    added: list[PartialSums] = []
-    add = PartialSums.add
-
-    def interrupted(sums: PartialSums, leaf: torch.Tensor) -> None:
-        added.append(sums)
-        if len(added) == 2:
-            raise KeyboardInterrupt
-        add(sums, leaf)
-
-    PartialSums.add = interrupted
-    try:
-        with model.no_sync():
-            pass
-    except KeyboardInterrupt:
-        stopped = ("KeyboardInterrupt", "")
-    PartialSums.add = add
-    told = error_of(model.all_reduce, sample_size=1)
-    model.zero_grad()
-    with model.no_sync():
-        bring(model.module, both)
-    model.all_reduce(sample_size=1)
-    return stopped, told, _left(model)
-
-
-def test_ctrl_c_between_two_micro_batches_is_an_error_of_the_call() -> None:
-    ((stopped, told, left),) = run_ranks(_interrupted, 1, fresh=True)
-
-    assert stopped == ("KeyboardInterrupt", "")
-    assert told is not None
-    assert told[0] == "GradientError"
-    assert "KeyboardInterrupt" in told[1]
-    assert left == [[1.0, 1.0], [1.0, 1.0]]
-
-
-def _replaced(rank: int) -> tuple[Said, list[Any]]:
-    model = _model()
-    _leaf(model, 1)
-    model.module[1] = nn.Parameter(torch.ones(1))
-    said = error_of(model.all_reduce, sample_size=1)
-    model.zero_grad()
-    _leaf(model, 2)
-    model.all_reduce(sample_size=1)
-    return said, _left(model)
-
-
-def test_a_parameter_replaced_after_the_blocks_is_an_error_once() -> None:
-    ((said, left),) = run_ranks(_replaced, 1, fresh=True)
-
-    assert said is not None
-    assert said[0] == "GradientError"
-    assert "parameters changed" in said[1]
-    assert left == _filled(2.0)
 
 
 # --- memory and other devices -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.helpers.cases import Grads, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import once, run_cases
 from tests.helpers.small_sizes import move_gradients_from
-from tests.helpers.sums import Window, bring, take, tree_sum, wrap_reproducible
+from tests.helpers.sums import Window, bring, take, wrap_reproducible
 from tests.helpers.tiers import thorough
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -124,57 +124,6 @@ def test_any_split_equals_the_tree_in_one_process_bit_for_bit(transport: str, wo
                     assert bits == all_bits(expected), f"rank {rank}, step {number} of {training}"
 
     check()
-
-
-# --- which splits -----------------------------------------------------------------------------------------------------
-
-
-def _leaves(count: int, seed: int = 0) -> Window:
-    generator = torch.Generator().manual_seed(seed)
-    return Window([[_random((1000,), torch.float32, generator)] for _ in range(count)], [3] * count)
-
-
-def _take_one(window: Window, rank: int, world_size: int) -> Grads:
-    return take(wrap_reproducible([torch.ones(1000)]), window, rank, world_size)
-
-
-@pytest.mark.parametrize("micro_batches, sizes", [(4, (1, 2, 4)), thorough(6, (1, 3)), (12, (1, 3))])
-def test_splits_of_the_same_micro_batches_give_the_same_bits(
-    transport: str, micro_batches: int, sizes: Sequence[int]
-) -> None:
-    window = _leaves(micro_batches)
-
-    found = [
-        all_bits(grads) for size in sizes for grads in run_ranks(partial(_take_one, window, world_size=size), size)
-    ]
-
-    assert len(found) == sum(sizes)
-    assert all(bits == found[0] for bits in found)
-
-
-def test_the_plain_sum_of_the_same_micro_batches_has_other_bits() -> None:
-    """So that the tests above can fail."""
-    leaves = [grads[0] for grads in _leaves(8).leaves if grads[0] is not None]
-
-    in_a_row = leaves[0].clone()
-    for leaf in leaves[1:]:
-        in_a_row += leaf
-
-    assert not torch.equal(in_a_row, tree_sum(leaves))
-
-
-@pytest.mark.cpu("it compares with sums on the CPU")
-def test_the_tree_is_no_less_exact_than_adding_in_a_row() -> None:
-    (grads,) = run_ranks(partial(_take_one, _leaves(64), world_size=1), 1)
-    leaves = [leaf[0] for leaf in _leaves(64).leaves if leaf[0] is not None]
-    exact = torch.stack(leaves).double().sum(0) / (3 * 64)
-    in_a_row = leaves[0].clone()
-    for leaf in leaves[1:]:
-        in_a_row += leaf
-
-    of_tree, of_row = (float((found.double() - exact).norm()) for found in (grads[0], in_a_row / (3 * 64)))
-
-    assert of_tree <= of_row
 
 
 # --- what a leaf is ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers import logged_warnings
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks, run_cases
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.small_models import Said, error_of
 from tests.helpers.sums import bring, wrap_reproducible
 
@@ -30,8 +30,8 @@ def _leaf(model: Model, value: float = 1.0) -> None:
         bring(model.module, [torch.full((2, 2), value)])
 
 
-def _see(act: Callable[[Model, int], None], rank: int, **options: Any) -> _Seen:
-    model = wrap_reproducible([torch.ones(2, 2)], **options)
+def _see(rank: int, act: Callable[[Model, int], None], checks: Checks | None) -> _Seen:
+    model = wrap_reproducible([torch.ones(2, 2)], **({} if checks is None else {"checks": checks}))
     said, ranks = None, ()
     try:
         act(model, rank)
@@ -47,19 +47,6 @@ def _see(act: Callable[[Model, int], None], rank: int, **options: Any) -> _Seen:
     return _Seen(said, ranks, [grad.tolist() for grad in get_gradients(model.module) if grad is not None])
 
 
-def _check(
-    act: Callable[[Model, int], None], error: str, *words: str, ranks: tuple[int, ...] = (), **options: Any
-) -> None:
-    seen = run_ranks(partial(_see, act, **options), 2)
-    for item in seen:
-        assert item.said is not None
-        assert item.said[0] == error
-        for word in words:
-            assert word in item.said[1], item.said[1]
-        assert item.ranks == ranks
-        assert item.after == [[[5.0] * 2] * 2]  # (1 + 3 + 2 + 4) / 2
-
-
 def _other_counts(model: Model, rank: int) -> None:
     for _ in range(4 - rank):
         _leaf(model)
@@ -70,15 +57,6 @@ def _three_each(model: Model, rank: int) -> None:
     for _ in range(3):
         _leaf(model)
     model.all_reduce(sample_size=1)
-
-
-def test_other_numbers_of_micro_batches_are_an_error_that_lists_the_splits() -> None:
-    words = "rank 1 has 3", "rank 0 has 4", "1 x 8, 2 x 4, 4 x 2, 8 x 1"
-    _check(_other_counts, "DesyncError", *words)
-
-
-def test_a_number_that_is_no_power_of_two_is_an_error_that_lists_the_splits() -> None:
-    _check(_three_each, "DesyncError", "3 on each of 2 ranks", "1 x 6, 3 x 2, 6 x 1")
 
 
 def _no_sample_size(model: Model, rank: int) -> None:
@@ -96,18 +74,6 @@ def _one_without_sample_size(model: Model, rank: int) -> None:
     model.all_reduce(sample_size=None if rank else 1)
 
 
-def test_sample_size_is_needed() -> None:
-    _check(_no_sample_size, "ValueError", "sample_size is missing", "reproducible=True")
-
-
-def test_skip_is_refused_with_the_way_to_say_it() -> None:
-    _check(_skips, "ValueError", "skip is not usable", "sample_size=0")
-
-
-def test_a_missing_sample_size_on_one_rank_is_an_error_on_all() -> None:
-    _check(_one_without_sample_size, "PeerError", "rank 1", "sample_size is missing", ranks=(1,))
-
-
 def _exception_inside(model: Model, rank: int) -> None:
     _leaf(model)
     try:
@@ -120,10 +86,6 @@ def _exception_inside(model: Model, rank: int) -> None:
     model.all_reduce(sample_size=1)
 
 
-def test_an_exception_in_a_micro_batch_is_raised_by_the_next_call_on_all_ranks() -> None:
-    _check(_exception_inside, "PeerError", "rank 1", "micro-batch 2", "MemoryError: no room", ranks=(1,))
-
-
 def _outside_and_inside(model: Model, rank: int) -> None:
     if rank == 1:
         bring(model.module, [torch.ones(2, 2)])
@@ -134,20 +96,12 @@ def _outside_and_inside(model: Model, rank: int) -> None:
     model.all_reduce(sample_size=1)
 
 
-def test_a_micro_batch_outside_before_a_block_is_an_error_on_all_ranks() -> None:
-    _check(_outside_and_inside, "PeerError", "rank 1", "GradientError", "outside of any", ranks=(1,))
-
-
 def _forgotten_zero_grad(model: Model, rank: int) -> None:
     for step in range(2):
         _leaf(model)
         model.all_reduce(sample_size=1)
         if (step, rank) != (0, 1):
             model.zero_grad()
-
-
-def test_a_forgotten_zero_grad_is_an_error_on_all_ranks() -> None:
-    _check(_forgotten_zero_grad, "PeerError", "rank 1", "GradientError", "zero_grad() before every step", ranks=(1,))
 
 
 def _sparse(model: Model, rank: int) -> None:
@@ -163,30 +117,16 @@ def _sparse_last(model: Model, rank: int) -> None:
     model.all_reduce(sample_size=1)
 
 
-@pytest.mark.unsimulated("it has no sparse tensors")
-@pytest.mark.parametrize("act", [_sparse, _sparse_last])
-def test_a_sparse_gradient_is_refused_by_name(act: Callable[[Model, int], None]) -> None:
-    _check(act, "PeerError", "rank 1", "grad of '0' is sparse", ranks=(1,))
-
-
 def _twice(model: Model, rank: int) -> None:
     _leaf(model)
     model.all_reduce(sample_size=1)
     model.all_reduce(sample_size=1)
 
 
-def test_a_second_call_would_divide_twice() -> None:
-    _check(_twice, "GradientError", "second time")
-
-
 def _step_without_call(model: Model, rank: int) -> None:
     _leaf(model)
     _leaf(model)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-
-
-def test_a_step_without_the_call_is_an_error_although_no_gradient_is_there() -> None:
-    _check(_step_without_call, "UnsynchronizedStepError", "'0'")
 
 
 def _change_in_between(change: Callable[[nn.Module], Callable[[], object]], model: Model, rank: int) -> None:
@@ -227,26 +167,14 @@ def _replace(module: nn.Module) -> Callable[[], object]:
     return partial(module.register_parameter, "0", before)
 
 
-_CHANGES: dict[str, tuple[Callable[[nn.Module], Callable[[], object]], str]] = {
-    "thawed": (_thaw, "parameter 'other' was frozen, and is trainable now"),
-    "frozen": (_freeze, "parameter '0' was trainable, and is frozen now"),
-    "added": (_add, "parameter 'new' is new"),
-    "replaced": (_replace, "parameter '0' is another tensor now"),
-}
-
-
-def _see_change(rank: int, change: Callable[[nn.Module], Callable[[], object]]) -> _Seen:
-    return _see(partial(_change_in_between, change), rank)
-
-
-def test_a_parameter_that_changes_within_a_step_is_named() -> None:
-    for name, seen in run_cases(_see_change, 2, {name: (change,) for name, (change, _) in _CHANGES.items()}).items():
-        words = f"the micro-batches of a step ({_CHANGES[name][1]}): gradients of the earlier micro-batches do not fit"
-        for item in seen:
-            assert item.said is not None, name
-            assert item.said[0] == "GradientError"
-            assert words in item.said[1]
-            assert item.after == [[[5.0] * 2] * 2]
+def _replaced_after_the_blocks(model: Model, rank: int) -> None:
+    _leaf(model)
+    restore = _replace(model.module)
+    try:
+        model.all_reduce(sample_size=1)
+    finally:
+        restore()
+        model.zero_grad()
 
 
 def _nan(model: Model, rank: int) -> None:
@@ -255,9 +183,83 @@ def _nan(model: Model, rank: int) -> None:
     model.all_reduce(sample_size=1)
 
 
-def test_a_nan_in_an_early_micro_batch_is_found_before_the_exchange() -> None:
-    checks = Checks(uneven="allow", nonfinite="raise")
-    _check(_nan, "NonFiniteGradientError", "rank 1", "'0': 4 NaN of 4", ranks=(1,), checks=checks)
+class _Case(NamedTuple):
+    """``error``, ``words``: of the error on both ranks, and the ranks that it names."""
+
+    act: Callable[[Model, int], None]
+    error: str
+    words: tuple[str, ...]
+    ranks: tuple[int, ...] = ()
+    checks: Checks | None = None
+
+
+def _of_rank_1(act: Callable[[Model, int], None], *words: str) -> _Case:
+    return _Case(act, "PeerError", ("rank 1", *words), ranks=(1,))
+
+
+def _changed(change: Callable[[nn.Module], Callable[[], object]], words: str) -> _Case:
+    words = f"the micro-batches of a step ({words}): gradients of the earlier micro-batches do not fit"
+    return _Case(partial(_change_in_between, change), "GradientError", (words,))
+
+
+CASES = {
+    "numbers of micro-batches differ": _Case(
+        _other_counts, "DesyncError", ("rank 1 has 3", "rank 0 has 4", "1 x 8, 2 x 4, 4 x 2, 8 x 1")
+    ),
+    "no power of two": _Case(_three_each, "DesyncError", ("3 on each of 2 ranks", "1 x 6, 3 x 2, 6 x 1")),
+    "no sample_size": _Case(_no_sample_size, "ValueError", ("sample_size is missing", "reproducible=True")),
+    "skip": _Case(_skips, "ValueError", ("skip is not usable", "sample_size=0")),
+    "no sample_size on one rank": _of_rank_1(_one_without_sample_size, "sample_size is missing"),
+    "an exception in a micro-batch": _of_rank_1(_exception_inside, "micro-batch 2", "MemoryError: no room"),
+    "a micro-batch outside before a block": _of_rank_1(_outside_and_inside, "GradientError", "outside of any"),
+    "a forgotten zero_grad()": _of_rank_1(_forgotten_zero_grad, "GradientError", "zero_grad() before every step"),
+    "a second call": _Case(_twice, "GradientError", ("second time",)),
+    "a step without the call": _Case(_step_without_call, "UnsynchronizedStepError", ("'0'",)),
+    "a parameter thawed within a step": _changed(_thaw, "parameter 'other' was frozen, and is trainable now"),
+    "a parameter frozen within a step": _changed(_freeze, "parameter '0' was trainable, and is frozen now"),
+    "a parameter added within a step": _changed(_add, "parameter 'new' is new"),
+    "a parameter replaced within a step": _changed(_replace, "parameter '0' is another tensor now"),
+    "a parameter replaced after the blocks": _Case(
+        _replaced_after_the_blocks, "GradientError", ("parameter '0' is another tensor now",)
+    ),
+    "a NaN in an early micro-batch": _Case(
+        _nan,
+        "NonFiniteGradientError",
+        ("rank 1", "'0': 4 NaN of 4"),
+        ranks=(1,),
+        checks=Checks(uneven="allow", nonfinite="raise"),
+    ),
+}
+SPARSE = {
+    "in a block": _of_rank_1(_sparse, "grad of '0' is sparse"),
+    "after the blocks": _of_rank_1(_sparse_last, "grad of '0' is sparse"),
+}
+
+
+@once
+def _seen(name: str) -> dict[str, list[_Seen]]:
+    table: dict[str, _Case] = globals()[name]
+    return run_cases(_see, 2, {key: (case.act, case.checks) for key, case in table.items()})
+
+
+def _check(seen: list[_Seen], case: _Case) -> None:
+    for item in seen:
+        assert item.said is not None
+        assert item.said[0] == case.error
+        assert all(word in item.said[1] for word in case.words), item.said[1]
+        assert item.ranks == case.ranks
+        assert item.after == [[[5.0] * 2] * 2]  # (1 + 3 + 2 + 4) / 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_refused_is_an_error_on_every_rank_and_the_next_step_is_right(name: str) -> None:
+    _check(_seen("CASES")[name], CASES[name])
+
+
+@pytest.mark.unsimulated("it has no sparse tensors")
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_gradient_is_refused_by_name(name: str) -> None:
+    _check(_seen("SPARSE")[name], SPARSE[name])
 
 
 def test_reduce_dtype_is_refused_with_the_reason() -> None:

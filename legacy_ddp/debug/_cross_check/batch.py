@@ -6,8 +6,8 @@ Nothing is pickled. A received description can create only containers, numbers a
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -34,25 +34,38 @@ class Parcel:
     tensors: Mapping[str, torch.Tensor]
 
 
-def pack(batch: object, generators: Any, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Batch, generators and the tensors ``own`` as one dimension of uint8 on the CPU.
+@dataclass
+class _Contents:
+    """What a description refers to: tensors by position, classes (of named tuples, dataclasses, mappings) by name."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    classes: dict[str, type] = field(default_factory=dict)
+
+    def name_class(self, kind: type) -> str:
+        name = _class_name(kind)
+        self.classes[name] = kind
+        return name
+
+
+def pack(batch: object, generators: Any, own: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Classes]:
+    """Batch, generators and the tensors ``own`` as one dimension of uint8 on the CPU; and the classes in the batch.
 
     A tensor keeps dtype, shape, strides and ``requires_grad``. The memory between its elements is sent, too.
     """
-    tensors: list[torch.Tensor] = []
+    contents = _Contents()
     description = {
-        "batch": _describe(batch, "batch", tensors),
-        "generators": _describe(generators, "generators", tensors),
-        "own": _describe(dict(own), "own", tensors),
-        "classes": [*classes_in(batch)],
+        "batch": _describe(batch, "batch", contents),
+        "generators": _describe(generators, "generators", contents),
+        "own": _describe(dict(own), "own", contents),
+        "classes": [*contents.classes],
     }
-    tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+    tensors = [tensor.resolve_conj().resolve_neg() for tensor in contents.tensors]
     text = json.dumps({**description, "tensors": [_layout(tensor) for tensor in tensors]}).encode("ascii")
     pieces = [
         torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8),
         *map(_span, tensors),
     ]
-    return torch.cat([piece for data in pieces for piece in (data, _padding(data))])
+    return torch.cat([piece for data in pieces for piece in (data, _padding(data))]), contents.classes
 
 
 def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel:
@@ -77,11 +90,6 @@ def check_classes(data: torch.Tensor, classes: Classes) -> None:
             f"the batch of another rank holds {unknown[0]}, and the batch of this rank does not: expected batches "
             "of one structure on all ranks; use the same classes on all ranks"
         )
-
-
-def classes_in(batch: object) -> dict[str, type]:
-    """The classes of named tuples, dataclasses and mappings in ``batch``, by the names in descriptions."""
-    return {_class_name(kind): kind for kind in _walk_classes(batch)}
 
 
 def _description(data: torch.Tensor) -> tuple[dict[str, Any], int]:
@@ -125,8 +133,8 @@ def _padding(data: torch.Tensor) -> torch.Tensor:
     return torch.zeros(_padded(data.numel()) - data.numel(), dtype=torch.uint8, device="cpu")
 
 
-def _describe(batch: object, where: str, tensors: list[torch.Tensor], outer: Mapping[int, str] = _NOTHING) -> Any:
-    """The JSON value for ``batch``. Appends its tensors to ``tensors``.
+def _describe(batch: object, where: str, contents: _Contents, outer: Mapping[int, str] = _NOTHING) -> Any:
+    """The JSON value for ``batch``. Adds its tensors and classes to ``contents``.
 
     ``where``: name of ``batch`` in errors. ``outer``: the containers around it, the name of each by its id.
     """
@@ -134,8 +142,8 @@ def _describe(batch: object, where: str, tensors: list[torch.Tensor], outer: Map
         return batch
     if isinstance(batch, torch.Tensor):
         _check_tensor(batch, where)
-        tensors.append(batch)
-        return {"tensor": len(tensors) - 1}
+        contents.tensors.append(batch)
+        return {"tensor": len(contents.tensors) - 1}
     if isinstance(batch, bytes):
         return {"bytes": batch.hex()}
     if type(batch) is complex:
@@ -143,17 +151,17 @@ def _describe(batch: object, where: str, tensors: list[torch.Tensor], outer: Map
     _check_nesting(batch, where, outer)
     inner = {**outer, id(batch): where}
     if type(batch) in _SEQUENCES:
-        items = [_describe(item, f"{where}[{index}]", tensors, inner) for index, item in enumerate(batch)]  # type: ignore[arg-type, var-annotated]
+        items = [_describe(item, f"{where}[{index}]", contents, inner) for index, item in enumerate(batch)]  # type: ignore[arg-type, var-annotated]
         return {type(batch).__name__: items}
     if _is_record(batch):
-        fields = {name: _describe(value, f"{where}.{name}", tensors, inner) for name, value in _fields(batch)}
-        return {"class": _class_name(type(batch)), "fields": fields}
+        fields = {name: _describe(value, f"{where}.{name}", contents, inner) for name, value in _fields(batch)}
+        return {"class": contents.name_class(type(batch)), "fields": fields}
     if isinstance(batch, Mapping):
         _check_constructor(batch, where)
         keys = [_describe_key(key, where) for key in batch]
-        values = [_describe(value, f"{where}[{key!r}]", tensors, inner) for key, value in batch.items()]
+        values = [_describe(value, f"{where}[{key!r}]", contents, inner) for key, value in batch.items()]
         pairs = list(map(list, zip(keys, values, strict=True)))
-        return {"dict": pairs} if type(batch) is dict else {"class": _class_name(type(batch)), "items": pairs}
+        return {"dict": pairs} if type(batch) is dict else {"class": contents.name_class(type(batch)), "items": pairs}
     why = ", whose constructor does not take all fields" if dataclasses.is_dataclass(batch) else ""
     raise TypeError(f"{where} is of a type that cannot be sent to another rank: got {_kind(batch)}{why}; {_STEP}")
 
@@ -233,21 +241,6 @@ def _rebuild_key(key: Any) -> Any:
 
 def _class_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _walk_classes(batch: object) -> Iterator[type]:
-    if _is_record(batch):
-        yield type(batch)
-        for _, value in _fields(batch):
-            yield from _walk_classes(value)
-    elif isinstance(batch, Mapping):
-        if type(batch) is not dict:
-            yield type(batch)
-        for value in batch.values():
-            yield from _walk_classes(value)
-    elif type(batch) in _SEQUENCES:
-        for value in batch:  # type: ignore[attr-defined]
-            yield from _walk_classes(value)
 
 
 def _is_record(batch: object) -> bool:

@@ -39,12 +39,11 @@ _STEP_FOR_ITERATOR = "take the item before, and pass it in the batch"
 _STEP_FOR_GENERATOR = (
     "draw from torch's default generator, which travels with the batch, or draw before and pass the result in the batch"
 )
-_NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 @contextmanager
 def state_set_aside(
-    module: nn.Module, others: Sequence[nn.Module] = (), statistics: Mapping[str, torch.Tensor] = _NOTHING
+    module: nn.Module, others: Sequence[nn.Module], statistics: Mapping[str, torch.Tensor]
 ) -> Iterator["SavedState"]:
     """Save the state for the block. In the block every ``.grad`` of the model is None, and no hook runs after backward
     adds to a gradient.
@@ -166,7 +165,7 @@ class Passes:
     """Forward and backward passes of the batches in parcels. Every pass has a new copy of its batch.
 
     ``model``: the first argument of ``run``. ``module``: the plain module behind it. ``classes``: of the batch of this
-    rank, see :func:`classes_in`. ``names``: of the results, in the order of their digests, equal on all ranks.
+    rank, see :func:`pack`. ``names``: of the results, in the order of their digests, equal on all ranks.
 
     A pass raises a TypeError if ``run`` returns no loss, a ValueError if ``run`` called backward or step itself, and
     any failure of ``run`` or of backward.
@@ -204,7 +203,7 @@ class Passes:
         """A 64-bit number for each of ``names``. ``around``: a context for forward and backward."""
         parcel = unpack(data, self._device, self._classes)
         self._saved.begin_run(parcel.generators, parcel.tensors)
-        with _as_in_training(), _without_steps(), around:
+        with torch.enable_grad(), private_forwards(), _without_steps(), around:
             loss = self._run(self._model, parcel.batch)
             self._check_loss(loss)
             others = _other_leaves(loss, {id(parameter) for parameter in self._module.parameters()})
@@ -260,12 +259,6 @@ def _describe_gradients(leaves: Sequence[torch.Tensor]) -> str:
     with torch.no_grad():
         values = [NONE if grad is None else comparable(grad) for grad in grads]
         return repr(describe_items([StateItem("", str(index), value) for index, value in enumerate(values)]))
-
-
-@contextmanager
-def _as_in_training() -> Iterator[None]:
-    with torch.enable_grad(), private_forwards():
-        yield
 
 
 @contextmanager

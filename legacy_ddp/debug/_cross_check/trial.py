@@ -243,7 +243,7 @@ def _exchange_elements(
     """Compare the outputs on rank ``receiver``, and send the result to all ranks."""
     (own, other), rank = outputs, call.groups.rank
     is_sent = bool(other) and other[0].layout is torch.strided and other[0].nbytes <= LARGE_BYTES
-    data = pack(other[0].detach(), None, {}) if is_sent else torch.empty(0, dtype=torch.uint8)
+    data = pack(other[0].detach(), None, {})[0] if is_sent else torch.empty(0, dtype=torch.uint8)
     sizes = gather_sizes(call, data)
     if not sizes[sender]:
         return None, _TOO_LARGE
@@ -314,9 +314,7 @@ def give_to_all(call: Call, own: torch.Tensor, source: int, size_bytes: int) -> 
     if call.groups.size == 1 or not size_bytes:
         return own
     data = own if call.groups.rank == source else torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-    options = call.options("Broadcast")
-    options.rootRank, options.rootTensor = source, 0
-    call.run(call.groups.payload(data.device), lambda group: group.broadcast([data], options))
+    call.broadcast(data, source)
     return data
 
 

@@ -20,19 +20,8 @@ from legacy_ddp.debug._operations.meaning import (
     explain_by,
     has_unknown_source,
 )
-from legacy_ddp.debug._operations.operation import (
-    Labels,
-    OperationDifference,
-    details,
-    numbers,
-    summary,
-)
-from legacy_ddp.debug._trace.environment import (
-    MODULE,
-    RUN,
-    describe_settings,
-    name_setting,
-)
+from legacy_ddp.debug._operations.operation import Labels, OperationDifference, details, numbers, summary
+from legacy_ddp.debug._trace.environment import MODULE, RUN, describe_settings, name_setting
 
 Digests = tuple[int, ...]
 Kind = Literal["equal", "differs", "once", "nondeterministic"]

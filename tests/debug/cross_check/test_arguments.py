@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import DesyncError, LegacyDistributedDataParallel, ReplicaDivergenceError
-from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp.debug import CrossCheck, cross_check
-from legacy_ddp.debug._cross import CrossCheckOptions, check_initialised
 from tests.helpers.cross_faults import Cached, Net, batch_of, flip, loss_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import run_cases
 
 Case = Callable[[nn.Module, int], object]
 
@@ -250,7 +249,7 @@ def _stale_buffer(rank: int, differs: bool) -> str:
 
 
 def test_a_stale_buffer_is_found_before_anything_runs() -> None:
-    silent, found = run_ranks(_stale_buffer, 3, False), run_ranks(_stale_buffer, 3, True)
+    silent, found = run_cases(_stale_buffer, 3, {"silent": (False,), "found": (True,)}).values()
 
     assert "all ranks compute the same" in silent[0]
     assert found == [found[0]] * 3
@@ -284,11 +283,15 @@ def _some_without_batch(rank: int, without: tuple[int, ...], guilty: int) -> tup
 
 
 @pytest.mark.unsimulated("its operations run in no mode that captures them")
-@pytest.mark.parametrize("without, guilty, found", [((1,), 9, ()), ((1,), 1, (1,)), ((0, 2), 2, (2,)), ((2,), 2, (2,))])
-def test_a_rank_without_a_batch_takes_part(without: tuple[int, ...], guilty: int, found: tuple[int, ...]) -> None:
-    verdict = "differs" if found else "equal"
+def test_a_rank_without_a_batch_takes_part() -> None:
+    found = run_cases(
+        _some_without_batch,
+        3,
+        {"equal": ((1,), 9), "itself": ((1,), 1), "one of two": ((0, 2), 2), "the last": ((2,), 2)},
+    )
 
-    assert run_ranks(_some_without_batch, 3, without, guilty) == [(verdict, found)] * 3
+    ranks = {"equal": (), "itself": (1,), "one of two": (2,), "the last": (2,)}
+    assert found == {name: [("differs" if of else "equal", of)] * 3 for name, of in ranks.items()}
 
 
 def _raises(rank: int) -> tuple[Any, ...]:
@@ -354,10 +357,7 @@ def test_ranks_with_other_counts_are_told_that_they_meet_in_different_calls() ->
     assert "rank 1 has all_reduce() call 1; ranks 0, 2 have cross_check() call 1" in " ".join(first.split())
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True])
-def test_every_must_be_a_number_of_steps(every: Any) -> None:
-    with pytest.raises(ValueError, match="every is not usable"):
-        CrossCheck(nn.Linear(1, 1), loss_of, every=every)
+_BYTES = "expected a whole number of bytes, 1 or more"
 
 
 @pytest.mark.parametrize(
@@ -368,7 +368,9 @@ def test_every_must_be_a_number_of_steps(every: Any) -> None:
         ({"raises": 1}, TypeError, "raises is not usable: got 1"),
         ({"operations": "yes"}, TypeError, "operations is not usable: got 'yes'"),
         ({"local_buffers": "own"}, TypeError, "local_buffers is of the wrong type: got the string 'own'"),
-        ({"max_bytes": 0}, ValueError, "max_bytes is not usable: got 0"),
+        *[({"every": every}, ValueError, "every is not usable") for every in (0, -1, 1.5, True)],
+        *[({"max_bytes": size}, TypeError, f"got {size!r}, {_BYTES}") for size in (None, "1GB", True, 1e9)],
+        *[({"max_bytes": size}, ValueError, f"max_bytes is not usable: got {size}, {_BYTES}") for size in (-1, 0)],
         ({"batch": None}, TypeError, "unexpected keyword argument 'batch'"),
         ({"max_byte": 1}, TypeError, "unexpected keyword argument 'max_byte'"),
     ],
@@ -382,31 +384,28 @@ def test_a_wrong_argument_is_told_when_the_object_is_made_and_not_in_the_nth_ste
         CrossCheck(**arguments)
 
 
-@pytest.mark.parametrize(
-    "value, kind",
-    [(None, TypeError), ("1GB", TypeError), (True, TypeError), (1e9, TypeError), (-1, ValueError), (0, ValueError)],
-)
-def test_max_bytes_must_be_a_number_of_bytes(value: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match=f"max_bytes is .*: got {value!r}, expected a whole number of bytes, 1 or more"):
-        CrossCheck(nn.Linear(1, 1), loss_of, every=1, max_bytes=value)
-
-
+@pytest.mark.usefixtures("alone")
 def test_names_of_local_buffers_from_a_generator_serve_every_check() -> None:
-    names = (name for name in ["a", "b"])
+    check = CrossCheck(nn.Linear(1, 1), loss_of, every=1, local_buffers=(name for name in ["nosuch"]))
 
-    assert CrossCheckOptions(local_buffers=names).local_buffers == ("a", "b")
-
-
-def test_a_lazy_parameter_is_named() -> None:
-    with pytest.raises(ValueError, match=r"parameter '0.weight' is not initialised yet \(lazy module\).*cross_check"):
-        check_initialised(nn.Sequential(nn.LazyLinear(2)))
-    with pytest.raises(ValueError, match="buffer 'running_mean' is not initialised yet"):
-        check_initialised(nn.LazyBatchNorm1d(affine=False))
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"got \['nosuch'\], and the module has no buffers; leave local_buffers out"
+        ):
+            check(batch_of(0))
 
 
-def test_a_model_without_buffers_is_told_as_such() -> None:
-    with pytest.raises(ValueError, match=r"got \['nosuch'\], and the module has no buffers; leave local_buffers out"):
-        check_local_buffers(nn.Linear(1, 1), ["nosuch"])
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "module, text",
+    [
+        (nn.LazyLinear(2), r"parameter '0.weight' is not initialised yet \(lazy module\).*cross_check"),
+        (nn.LazyBatchNorm1d(affine=False), "buffer '0.running_mean' is not initialised yet"),
+    ],
+)
+def test_what_is_not_initialised_is_named(module: nn.Module, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        cross_check(nn.Sequential(module), loss_of, batch_of(0))
 
 
 def _in_a_group(rank: int) -> tuple[str, tuple[int, ...]] | None:

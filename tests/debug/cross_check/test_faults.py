@@ -32,7 +32,7 @@ WORDS = {
     "kernel not capturable": "the capture of operations failed. ",
     "threads": "setting threads: ",
     "autocast": "setting autocast of cpu: ",
-    "seeded": "both runs began with equal states, so that one side set a seed",
+    "seeded": "next: look for seeds and draws inside of run and of the model",
     "eval": "setting module 'drop': ",
     "stale cache": "both runs had the same batch: state kept outside of parameters and buffers",
     "thread": "which no recorded operation did",

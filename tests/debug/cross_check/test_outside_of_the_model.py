@@ -150,22 +150,6 @@ def test_a_warm_up_of_one_rank_is_among_the_causes_of_a_single_event() -> None:
     assert "a single event is state of a first run in Python, memory or hardware, or a kernel that is rarely" in text
 
 
-def _seed_inside(rank: int) -> str:
-    def run(model: nn.Module, batch: Any) -> torch.Tensor:
-        if rank == 1:
-            torch.manual_seed(3)
-        return loss_of(model, batch)
-
-    return " ".join(str(cross_check(LegacyDistributedDataParallel(Net(nn.Tanh())), run, batch_of(rank))).split())
-
-
-def test_other_random_numbers_are_not_blamed_on_the_steps_before() -> None:
-    text = run_ranks(_seed_inside, 3)[0]
-
-    assert "both runs began with equal states, so that one side set a seed, drew more" in text
-    assert "next: look for seeds and draws inside of run and of the model" in text
-
-
 def _constant(rank: int) -> str:
     pieces = 8 if rank == 1 else 4
     model = LegacyDistributedDataParallel(Net(nn.Tanh()))

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -118,8 +119,10 @@ def _compare(rank: int, name: str, faulty: bool) -> list[list[bool]]:
     ]
 
 
-@pytest.mark.parametrize("faulty", [False, True])
-@pytest.mark.parametrize("name", thorough_but(["default", "reproducible"], SETTINGS))
+@pytest.mark.parametrize(
+    "name, faulty",
+    thorough_but([("default", False), ("default", True), ("reproducible", False)], product(SETTINGS, [False, True])),
+)
 def test_a_training_with_cross_checks_has_the_bits_of_one_without(name: str, faulty: bool) -> None:
     for seen in run_ranks(_compare, 2, name, faulty, timeout_seconds=120):
         assert seen == [[True] * 6] * (1 if faulty else 7)

@@ -10,9 +10,10 @@ import pytest
 from legacy_ddp._text import compare_rows
 from legacy_ddp.debug._cross_check.trial import difference_from, operation_from
 from legacy_ddp.debug._cross_check.verdict import (
+    LATER_REPEAT,
     ON_ITS_RANK,
     ON_NEXT_RANK,
-    RING_RUNS,
+    REPEAT,
     CrossCheckReport,
     Digests,
     Place,
@@ -53,70 +54,53 @@ def test_a_wrong_rank_disagrees_about_its_batch_and_the_batch_before(size: int) 
         assert choose_batch(batches, size) == (wrong if size > 2 else 0)
 
 
-def test_equal_digests_are_no_difference() -> None:
-    assert differing_batches(*_ring(3, wrong=9)) == []
-
-
 def test_a_rank_without_a_batch_is_left_out() -> None:
     assert differing_batches([A, None, C], [A, None, C]) == []
     assert differing_batches([A, None, C], [A, None, B]) == [2]
 
 
-def test_one_rank_against_a_majority_computes_differently() -> None:
-    verdict = _judge(0, A, A, [(A, A), (A, A), (B, B)])
-
-    assert (verdict.kind, verdict.ranks, verdict.is_attributed) == ("differs", (2,), True)
-    assert (verdict.odd.rank, verdict.reference.rank) == (2, 0)
-
-
 @pytest.mark.parametrize(
-    "repeats, ranks",
+    "batch, own, following, repeats, kind, ranks, odd, reference",
     [
-        ([(A, A), (B, B)], (0, 1)),
-        ([(A, A), (B, B), (A, A), (B, B)], (0, 1, 2, 3)),
-        ([(A, A), (B, B), (C, C)], (0, 1, 2)),
+        (0, A, A, "aab", "differs", (2,), (2, REPEAT), (0, REPEAT)),
+        # Without a majority all ranks are shown.
+        (0, A, B, "ab", "differs", (0, 1), (1, REPEAT), (0, REPEAT)),
+        (0, A, B, "abab", "differs", (0, 1, 2, 3), (1, REPEAT), (0, REPEAT)),
+        (0, A, B, "abc", "differs", (0, 1, 2), (1, REPEAT), (0, REPEAT)),
+        # A result that does not return is that of the rank that differs from all repetitions.
+        (1, B, A, "aaa", "once", (1,), (1, ON_ITS_RANK), (1, REPEAT)),
+        (1, A, B, "aaa", "once", (2,), (2, ON_NEXT_RANK), (2, REPEAT)),
+        (1, B, C, "aaa", "once", (1, 2), (1, ON_ITS_RANK), (1, REPEAT)),
+        (0, B, A, "aa", "once", (0,), (0, ON_ITS_RANK), (0, REPEAT)),
+        (1, A, B, "aa", "once", (0,), (0, ON_NEXT_RANK), (0, REPEAT)),
+        (0, B, A, "a", "once", (0,), (0, ON_ITS_RANK), (0, REPEAT)),
+        (0, A, B, "a", "once", (0,), (0, ON_NEXT_RANK), (0, REPEAT)),
+        (0, B, C, "a", "once", (0,), (0, ON_ITS_RANK), (0, REPEAT)),
     ],
 )
-def test_without_a_majority_all_ranks_are_shown(
-    repeats: list[tuple[tuple[int, ...], ...]], ranks: tuple[int, ...]
+def test_ranks_are_counted(
+    batch: int,
+    own: Digests,
+    following: Digests,
+    repeats: str,
+    kind: str,
+    ranks: tuple[int, ...],
+    odd: tuple[int, str],
+    reference: tuple[int, str],
 ) -> None:
-    verdict = _judge(0, A, B, repeats)
+    """``repeats``: the result of both repetitions on each rank."""
+    verdict = _judge(batch, own, following, [({"a": A, "b": B, "c": C}[result],) * 2 for result in repeats])
 
-    assert (verdict.kind, verdict.ranks, verdict.is_attributed) == ("differs", ranks, False)
-    assert verdict.odd.rank != verdict.reference.rank
+    assert (verdict.kind, verdict.ranks) == (kind, ranks)
+    assert (verdict.odd, verdict.reference) == (Witness(*odd), Witness(*reference))
+    assert verdict.is_attributed == (kind == "once" or len(ranks) < len(repeats))
 
 
 def test_a_rank_that_disagrees_with_itself_is_not_deterministic() -> None:
     verdict = _judge(0, A, B, [(A, A), (B, C), (A, A)])
 
     assert (verdict.kind, verdict.ranks) == ("nondeterministic", (1,))
-    assert verdict.odd.rank == verdict.reference.rank == 1
-    assert verdict.odd.run != verdict.reference.run
-
-
-@pytest.mark.parametrize("own, foreign, ranks", [(B, A, (1,)), (A, B, (2,)), (B, C, (1, 2))])
-def test_a_result_that_does_not_return_is_that_of_the_rank_that_differs_from_all_repetitions(
-    own: tuple[int, int], foreign: tuple[int, int], ranks: tuple[int, ...]
-) -> None:
-    verdict = _judge(1, own, foreign, [(A, A)] * 3)
-
-    assert (verdict.kind, verdict.ranks) == ("once", ranks)
-    assert (verdict.odd.rank, verdict.reference.rank) == (ranks[0], ranks[0])
-    assert verdict.odd.run in RING_RUNS
-
-
-@pytest.mark.parametrize("first, second, odd_run", [(B, A, ON_ITS_RANK), (A, B, ON_NEXT_RANK), (B, C, ON_ITS_RANK)])
-def test_of_one_rank_the_run_that_differs_from_both_repetitions_is_the_odd_one(
-    first: Digests, second: Digests, odd_run: str
-) -> None:
-    verdict = _judge(0, first, second, [(A, A)])
-
-    assert (verdict.kind, verdict.ranks, verdict.odd) == ("once", (0,), Witness(0, odd_run))
-
-
-def test_two_ranks_and_one_event_name_the_rank() -> None:
-    assert _judge(0, B, A, [(A, A)] * 2).ranks == (0,)
-    assert _judge(1, A, B, [(A, A)] * 2).ranks == (0,)
+    assert (verdict.odd, verdict.reference) == (Witness(1, REPEAT), Witness(1, LATER_REPEAT))
 
 
 STEP = model()
@@ -273,22 +257,15 @@ def test_a_setting_that_is_no_value_of_run_may_not_follow_the_rank() -> None:
     assert [item.name for item in differing_settings(rows)] == ["threads"]
 
 
-def test_few_modules_are_named() -> None:
+def test_few_modules_are_named_and_ranks_told_in_ascending_order() -> None:
     end = ": ranks 0, 2 have training; rank 1 has eval"
+    rows = [{"threads": str(7 + rank), "module 'a'": mode} for rank, mode in enumerate(("eval", "training", "eval"))]
 
     assert _lines(["a", "b", "c"]) == [f"module 'a'{end}", f"module 'b'{end}", f"module 'c'{end}"]
-
-
-def test_ranks_are_told_in_ascending_order() -> None:
-    rows = [{"threads": value} for value in ("7", "8", "9")]
-
-    assert [*describe_settings(compare_rows(rows).differences)] == ["threads: rank 0 has 7; rank 1 has 8; rank 2 has 9"]
-
-
-def test_modules_with_other_values_and_other_settings_keep_their_lines() -> None:
-    rows = [{"threads": "1", "module 'a'": "eval"}, {"threads": "2", "module 'a'": "training"}]
-
-    assert len([*describe_settings(compare_rows(rows).differences)]) == 2
+    assert [*describe_settings(compare_rows(rows).differences)] == [
+        "threads: rank 0 has 7; rank 1 has 8; rank 2 has 9",
+        "module 'a': ranks 0, 2 have eval; rank 1 has training",
+    ]
 
 
 POKED = (value("poked"), *STEP[7].inputs[1:])
