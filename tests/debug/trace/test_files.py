@@ -1,7 +1,6 @@
 """Files of a rank: read as written; after cuts, damage and repetition; with lines that no recorder writes."""
 
 import gzip
-import json
 import re
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from legacy_ddp import TraceError
 from legacy_ddp.debug._operations.operation import Operation, Value
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import PHASES, Names, Section, Values, Writer, declaration_of, digests_of, encode
+from tests.helpers.operations import operation
 from tests.helpers.trace_scenarios import (
     Scenario,
     contents_of,
@@ -194,12 +194,13 @@ def test_a_second_trace_in_the_same_file_is_damage(tmp_path: Path, ended: bool) 
         assert list(trace.steps) == [0, 1, 2]
 
 
-def test_a_step_that_comes_again_is_damage(whole: bytes) -> None:
+@pytest.mark.parametrize("step", [0, 2])  # the first step, and another line of the last step
+def test_a_step_that_comes_again_is_damage(whole: bytes, step: int) -> None:
     lines = lines_of(whole)[:-1]
-    first = next(line for line in lines if line.startswith(b'{"line":"values"'))
+    again = next(line for line in lines if line.startswith(b'{"line":"values","step":%d,' % step))
     number = len(lines) + 1
-    with trace_of(b"".join([*lines, sealed(first.rpartition(b',"at":')[0], number)])) as trace:
-        assert trace.damage == f"line {number}: step 0 comes again; are these two runs in one file?"
+    with trace_of(b"".join([*lines, sealed(again.rpartition(b',"at":')[0], number)])) as trace:
+        assert trace.damage == f"line {number}: step {step} comes again; are these two runs in one file?"
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ LINE = b'{"line":"values","step":1,"phase":"buffers","names":0,"words":["a"],"no
     ],
 )
 def test_contents_that_no_recorder_writes_are_reported_whatever_their_checksum(body: bytes, what: str) -> None:
-    before = [environment(0, 1).to_json(), Names("buffers", ("x",), ("",)).to_json(0)]
+    before = [environment(0, 1).to_json(), {"line": "names", "number": 0, **vars(Names("buffers", ("x",), ("",)))}]
     data = b"".join(encode(members, at) for at, members in enumerate(before, start=1)) + sealed(body, 3)
 
     try:
@@ -358,15 +359,11 @@ OPERATIONS = st.builds(
 )
 
 
-def operation(digest: str | None = "0" * 16, *, micro_batch: int = 1, name: str = "aten::mm") -> Operation:
-    value = Value("float32 (2, 2)", "", digest)
-    return Operation(
-        name, "forward", micro_batch, "layers.0", ("", "layers.0.weight"), (value, value), (value,), "", ""
-    )
+ONE = operation("mm", ["0" * 16] * 2, ["0" * 16])
 
 
-def write(folder: Path, steps: dict[int, Sequence[Operation]], rank: int = 0, world_size: int = 1) -> Path:
-    writer = Writer(folder, environment(rank, world_size))
+def write(folder: Path, steps: dict[int, Sequence[Operation]]) -> Path:
+    writer = Writer(folder, environment(0, 1))
     for step, operations in steps.items():
         writer.operations(step, operations)
     writer.close(max(steps), "closed")
@@ -384,35 +381,11 @@ def test_operations_are_read_as_written(steps: dict[int, list[Operation]], tmp_p
         assert trace.operations(10) == ()
 
 
-def test_an_operation_is_declared_once(tmp_path: Path) -> None:
-    path = write(tmp_path, {1: [operation()] * 3, 2: [operation("f" * 16)], 3: [operation(None)]})
-
-    found = [json.loads(line) for line in path.read_bytes().splitlines()]
-
-    assert [item["line"] for item in found[1:]] == [
-        *("operation", "operations"),
-        "operations",
-        *("operation", "operations"),
-        "end",
-    ]
-    assert found[2]["numbers"] == [0, 0, 0]
-    assert found[2]["digests"] == "0" * 16 * 9
-
-
-def test_a_step_has_a_line_for_each_micro_batch(tmp_path: Path) -> None:
-    path = write(tmp_path, {4: [operation(micro_batch=1)] * 2 + [operation(micro_batch=2)]})
-
-    with RankTrace(path) as trace:
-        assert [item.micro_batch for item in trace.operations(4)] == [1, 1, 2]
-        assert trace.operation_counts == {4: 3}
-    assert path.read_bytes().count(b'"line":"operations"') == 2
-
-
 @pytest.mark.parametrize("numbers, digests", [([0], "0" * 16), ([7], "0" * 48)])
 def test_operations_that_no_recorder_writes_are_an_error_of_their_step(
     numbers: list[int], digests: str, tmp_path: Path
 ) -> None:
-    path = write(tmp_path, {1: [operation()]})
+    path = write(tmp_path, {1: [ONE]})
     kept = path.read_bytes().partition(b'{"line":"operations"')[0]
     members = {"line": "operations", "step": 1, "micro_batch": 1, "numbers": numbers, "digests": digests}
     path.write_bytes(kept + encode(members, kept.count(b"\n") + 1))
@@ -422,7 +395,7 @@ def test_operations_that_no_recorder_writes_are_an_error_of_their_step(
 
 
 def test_a_torn_line_of_operations_ends_the_trace_before_its_step(tmp_path: Path) -> None:
-    path = write(tmp_path, {1: [operation()], 2: [operation()] * 5})
+    path = write(tmp_path, {1: [ONE], 2: [ONE] * 5})
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b'"step":2') + 60])
 

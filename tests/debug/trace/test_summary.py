@@ -111,6 +111,13 @@ SCENES: dict[str, tuple[dict[str, Any], Callable[[Path], object]]] = {
     ),
     # Rank 1 seems to wait for nobody later.
     "waits in the steps of all ranks alone": ({"steps": 3, "end": None}, killed_after_step_1),
+    "ranks that others waited for equally often": (
+        {
+            "steps": 2,
+            "calls": lambda step, rank: call_facts(step, rank, seconds_waited=0.1 if step % 2 == rank else 0.5),
+        },
+        unharmed,
+    ),
     "ranks that waited alike": ({"world_size": 3, **waiting(0.5, 0.5, 0.5)}, unharmed),
     "a late rank": ({"world_size": 3, "steps": 10, "calls": late}, unharmed),
     "a late rank in a trace without parts": (

@@ -1,4 +1,4 @@
-"""Files of a rank after a kill, on a full disk, and in a folder with other files."""
+"""Files of a rank before a flush, after a kill, and on a full disk."""
 
 import multiprocessing
 import os
@@ -30,18 +30,6 @@ def _section(step: int, numel: int = 3) -> Section:
     return Section(Names("buffers", names, ("",) * numel), Values((f"{step:016x}",) * numel, (1.0 * step,) * numel))
 
 
-# --- where to --------------------------------------------------------------------------------------------------------
-
-
-def test_files_of_other_ranks_are_kept(tmp_path: Path) -> None:
-    other = tmp_path / "rank-00001.jsonl"
-    other.write_bytes(b"theirs")
-    Writer(tmp_path, environment(0, 2)).abandon()
-
-    assert other.read_bytes() == b"theirs"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
-
-
 # --- what is there, and when -----------------------------------------------------------------------------------------
 
 
@@ -61,18 +49,6 @@ def test_nothing_but_the_environment_is_written_before_it_is_flushed(tmp_path: P
         assert trace.end == ""
         assert trace.call(1) == call_facts(1, 0)
         assert trace.section(2, "buffers") == _section(2)
-
-
-def test_names_are_declared_once(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, environment(0, 1))
-    for step in range(5):
-        writer.section(step, _section(step))
-        writer.section(step, Section(Names("settings", ("lr",), ("",)), Values(("0.1",), (None,))))
-    writer.close(4, "ValueError")
-
-    assert writer.path.read_bytes().count(b'{"line":"names"') == 2
-    with RankTrace(writer.path) as trace:
-        assert trace.end == "ValueError"
 
 
 def _left(path: Path) -> list[int]:
