@@ -23,14 +23,13 @@ from legacy_ddp.debug._diff.causes import (
     setting_causes,
 )
 from legacy_ddp.debug._diff.evidence import Evidence, Kind, explain
-from legacy_ddp.debug._diff.operations import RunOperations, with_operations
+from legacy_ddp.debug._diff.operations import RunOperations
 from legacy_ddp.debug._diff.pair import (
     MAX_OTHERS,
     SETTINGS,
     SHARED_PHASES,
     Differing,
     EntryPair,
-    Growth,
     Key,
     Locations,
     Pair,
@@ -160,9 +159,7 @@ def _result(found: _Found) -> Comparison:
     return _comparison(found, "same", headline, changed_no_bit)
 
 
-def _different(
-    found: _Found, first: Divergence, causes: Sequence[Cause], settings_apart: Sequence[Cause]
-) -> Comparison:
+def _different(found: _Found, first: Divergence, causes: Sequence[Cause], apart: Sequence[Cause]) -> Comparison:
     start: Key = first.step, PHASES.index(first.phase)
     later = {key: item for key, item in found.locations.items() if key >= start}  # earlier settings are causes
     locations, more_locations = merge(later, found.steps)
@@ -189,7 +186,7 @@ def _different(
         size=evidence.size,
         explanation=explain(evidence),
         causes=tuple(causes),
-        settings_apart=tuple(settings_apart),
+        settings_apart=tuple(apart),
         locations=locations,
         more_locations=more_locations,
     )
@@ -223,18 +220,18 @@ def _doubts(found: _Found) -> Iterator[str]:
         )
 
 
-def _comparison(
-    found: _Found, verdict: Answer, headline: str, changed_no_bit: Sequence[str] = (), **more: Any
-) -> Comparison:
+def _comparison(found: _Found, verdict: Answer, headline: str, notes: Sequence[str] = (), **more: Any) -> Comparison:
     steps = found.compared.steps
+    if verdict == "same" and found.operations:
+        headline += "; operations differ, see below"
     return Comparison(
         tuple(str(run.folder) for run in found.runs),
         verdict,
-        with_operations(headline, verdict, found.operations),
+        headline,
         (steps[0], steps[-1]) if steps else None,
         metrics=found.metrics,
         operations=found.operations,
-        notes=(*found.notes, *changed_no_bit, *found.notes_about_operations),
+        notes=(*found.notes, *notes, *found.notes_about_operations),
         **more,
     )
 
@@ -253,7 +250,7 @@ class _RunPairs:
         self._local_buffers = sorted({*a.environments[0].local_buffers, *b.environments[0].local_buffers})
         self._calls, self._operations = causes.CallDifferences(), RunOperations()
         self._locations = Locations()
-        self._ranks_with_other_settings: list[int] = []
+        self._other_settings: list[int] = []  # ranks
         self._metrics: tuple[MetricDifference, ...] = ()
         for rank in range(a.world_size) if self._has_equal_sizes else (0,):
             with self._open(rank) as pair:
@@ -280,7 +277,7 @@ class _RunPairs:
             if differing:
                 self._locations.add((step, PHASES.index(phase)), rank, differing, names)
         if SettingDifferences.has_any(pair):
-            self._ranks_with_other_settings.append(rank)
+            self._other_settings.append(rank)
         if self._has_equal_sizes:
             first = first_of_tensors(self._locations.found)
             self._calls.add_rank(rank, pair, first and first[0])
@@ -291,10 +288,7 @@ class _RunPairs:
         tensors = first_of_tensors(self._locations.found)
         # If only settings differ, there is no divergence but a note: they changed no bit.
         divergences, size = self._read(tensors)
-        starts = [run.environments[0].start for run in self._runs]
-        settings = _compare_settings(
-            self._compared.any_steps, tensors, starts, self._ranks_with_other_settings, self._open
-        )
+        settings = _compare_settings(self._compared.any_steps, tensors, self._runs, self._other_settings, self._open)
         if tensors and tensors[1] > SETTINGS:
             ranks = self._locations.found[tensors].ranks
             if of_settings := explaining(tensors[0], ranks, settings.settings):
@@ -369,19 +363,18 @@ class _RunPairs:
 
     def _evidence(self, first: Divergence, size: float | None) -> Mapping[str, Any]:
         kind: Kind = "runs" if self._has_equal_sizes else "sizes"
+        growth = None
+        if size is not None and size <= ROUNDING_LIMIT:
+            with self._open(first.ranks[0]) as pair:
+                growth = find_growth(pair, first.step)
         return {
             "kind": kind,
             "inputs_known": all(map(self._calls.inputs_known, first.ranks)),
             "generators_known": all(map(self._calls.call_known, first.ranks)),
             "reproducible": self._is_reproducible,
             "size": size,
-            "growth": self._growth(first) if size is not None and size <= ROUNDING_LIMIT else None,
+            "growth": growth,
         }
-
-    def _growth(self, first: Divergence) -> Growth:
-        """Growth of the difference on the first differing rank. Reads its files again."""
-        with self._open(first.ranks[0]) as pair:
-            return find_growth(pair, first.step)
 
     def _notes(self, problems: Sequence[str]) -> list[str]:
         steps = self._compared.any_steps
@@ -405,12 +398,12 @@ class _RunPairs:
 def _compare_settings(
     steps: Sequence[int],
     tensors: Key | None,
-    starts: Sequence[int],
+    runs: Iterable[Run],
     ranks: Iterable[int],
     open_pair: Callable[[int, int], AbstractContextManager[Pair]],
 ) -> SettingDifferences:
     """The settings that differ up to the step of the first different tensors; of all steps without any."""
-    until = _settings_until(steps, tensors, starts)
+    until = _settings_until(steps, tensors, [run.environments[0].start for run in runs])
     found = SettingDifferences([step for step in steps if step <= until], tensors and tensors[0])
     for rank in ranks:
         with open_pair(rank, until) as pair:
@@ -444,7 +437,7 @@ class _RankPairs:
         self._locations = Locations()
         self._groups: dict[Key, RankGroups] = {}
         self._unfinished: set[tuple[int, str]] = set()
-        self._ranks_with_other_settings: list[int] = []
+        self._other_settings: list[int] = []  # ranks
         with run.open(0) as reference:
             self._add(0, reference, reference)
             for rank in range(1, run.world_size):
@@ -460,9 +453,15 @@ class _RankPairs:
         if last is not None:
             self._unfinished.update((last, phase) for phase in SHARED_PHASES if trace.digest(last, phase) is None)
         if SettingDifferences.has_any(pair):
-            self._ranks_with_other_settings.append(rank)
-        for step, phase in pair.candidates:
-            self._compare(rank, pair, step, phase)
+            self._other_settings.append(rank)
+        for step, phase in pair.candidates:  # parses the lines of one rank of each group
+            key: Key = step, PHASES.index(phase)
+            groups, digest = self._groups.setdefault(key, RankGroups()), trace.digest(step, phase)
+            if not groups.add_known(rank, digest):
+                differing, names = pair.differing(step, phase)
+                groups.add(rank, digest, differing)
+                if differing:
+                    self._locations.add(key, rank, differing, names)
 
     def _pair(self, reference: RankTrace, trace: RankTrace) -> Pair:
         return Pair(reference, trace, SHARED_PHASES, self._keep, may_lack=())
@@ -472,22 +471,10 @@ class _RankPairs:
         with self._run.open(0, until) as reference, self._run.open(rank, until) as trace:
             yield self._pair(reference, trace)
 
-    def _compare(self, rank: int, pair: Pair, step: int, phase: str) -> None:
-        """Add the rank to a group of ranks with equal contents. Parses the lines of one rank of each group."""
-        key: Key = step, PHASES.index(phase)
-        groups, digest = self._groups.setdefault(key, RankGroups()), pair.b.digest(step, phase)
-        if not groups.add_known(rank, digest):
-            differing, names = pair.differing(step, phase)
-            groups.add(rank, digest, differing)
-            if differing:
-                self._locations.add(key, rank, differing, names)
-
     def found(self) -> _Found:
         run, size, located = self._run, self._run.world_size, self._located()
         tensors = first_of_tensors(located)
-        settings = _compare_settings(
-            self._compared.steps, tensors, [run.environments[0].start], self._ranks_with_other_settings, self._open
-        )
+        settings = _compare_settings(self._compared.steps, tensors, [run], self._other_settings, self._open)
         keys = {(item.first, SETTINGS) for item in settings.settings if not item.is_apart} & {*located}
         key = min(keys | ({tensors} if tensors else set()), default=None)
         divergences = divergences_of_ranks(run, key, self._keep) if key else []

@@ -141,9 +141,6 @@ class Names:
     names: tuple[str, ...]
     kinds: tuple[str, ...]
 
-    def to_json(self, number: int) -> dict[str, Any]:
-        return {"line": "names", "number": number, **vars(self)}
-
 
 @dataclass(frozen=True)
 class Values:
@@ -263,9 +260,6 @@ class Declaration:
     digested: tuple[bool, ...]
     is_random: bool
     settings: str
-
-    def to_json(self, number: int) -> dict[str, Any]:
-        return {"line": "operation", "number": number, **vars(self)}
 
     def with_digests(self, digests: Iterator[str], micro_batch: int, number: int) -> Operation:
         found = [next(digests) if is_digested else None for is_digested in self.digested]
@@ -413,7 +407,8 @@ class Writer:
         number = declared.get(record)
         if number is None:
             number = declared[record] = len(declared)
-            self._add(record.to_json(number))
+            line = "names" if isinstance(record, Names) else "operation"
+            self._add({"line": line, "number": number, **vars(record)})
         return number
 
     def _add(self, values: Mapping[str, Any]) -> None:
