@@ -13,7 +13,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._torch import device as devices
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._trace.snapshot import Measured, begin_measure, measure
+from legacy_ddp.debug._trace.snapshot import Measured, begin_measure
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device
@@ -172,7 +172,10 @@ def _measures_values(_: int) -> tuple[list[list[Measured]], list[int]]:
 
 def test_numbers_that_are_read_later_are_those_of_the_values_at_first() -> None:
     """Also where a norm needs a second look on the CPU: zeros, NaN, and squares beyond fp32."""
-    expected = measure(_values())
+    expected: list[Measured] = []
+    reader = devices.Reader()
+    begin_measure(_values(), reader, expected.extend)
+    reader.read()
 
     (found, waits), _ = run_ranks(_measures_values, 2, fresh=True)
 

@@ -37,7 +37,7 @@ from legacy_ddp.debug._operations.capture import OperationCapture
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace import snapshot
 from legacy_ddp.debug._trace.environment import environment_of
-from legacy_ddp.debug._trace.records import Environment, Section, Writer
+from legacy_ddp.debug._trace.records import Section, Writer
 from legacy_ddp.debug._trace.snapshot import facts_of
 
 _SECTION = "Trace warnings"
@@ -134,8 +134,19 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         if self._was_used:
             raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
-        environment = self._settings()
-        _warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
+        target = self._target
+        transport = target.synchronizer.transport_on(target.group)
+        environment = environment_of(
+            target.module,
+            target.synchronizer.settings,
+            target.group,
+            self._optimizers,
+            every=self._every,
+            first_step=self._first_step,
+            transport="" if transport is None else transport.expected_text,
+            argv=sys.argv if self._has_argv else None,
+        )
+        _warn_of_foreign_optimizers(environment.rank, self._optimizers, target.module)
         self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
         try:
@@ -259,12 +270,12 @@ class Recorder:
     def _measure_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         self._generators = snapshot.digest_generators(self._target.module)
         self._local = []
-        snapshot.gradients("local_gradients", hold.gradients(grads), self._reader, self._local.extend)
+        snapshot.begin_sections([("local_gradients", hold.gradients(grads))], self._reader, self._local.extend)
 
     def _write_call(self, writer: Writer, record: SyncRecord) -> None:
         reduced: list[Section] = []
         held = hold.gradients_in(self._target.module, self._target.ignore)
-        snapshot.gradients("reduced_gradients", held, self._reader, reduced.extend)
+        snapshot.begin_sections([("reduced_gradients", held)], self._reader, reduced.extend)
         self._reader.read()
         if record.rows[record.rank].took_part:  # otherwise the local gradients are not used
             writer.sections(self._step, self._local)
@@ -275,7 +286,8 @@ class Recorder:
 
     def _snapshot_buffers(self, _: Writer) -> None:
         self._buffers = []
-        snapshot.buffers(self._target.module, self._target.ignore, self._reader, self._buffers.extend)
+        held = hold.buffers(self._target.module, self._target.ignore, local=())
+        snapshot.begin_sections([("buffers", held)] if held else [], self._reader, self._buffers.extend)
 
     def _write_result(self, writer: Writer, *, with_buffers: bool = True) -> None:
         """Write the result of the last step. ``with_buffers``: False if a forward pass may have changed them."""
@@ -284,8 +296,12 @@ class Recorder:
         if self._buffers is None and with_buffers:
             self._snapshot_buffers(writer)
         left: list[Section] = []
-        target, settings_of = self._target, self._steps.settings_of
-        snapshot.left_by_step(target.module, target.ignore, self._optimizers, settings_of, self._reader, left.extend)
+        held = [
+            ("settings", hold.optimizer_settings(self._optimizers, self._steps.settings_of)),
+            ("optimizer", hold.optimizer_states(self._optimizers, self._target.module)),
+            ("parameters", hold.parameters(self._target.module, self._target.ignore)),
+        ]
+        snapshot.begin_sections([(phase, items) for phase, items in held if items], self._reader, left.extend)
         self._reader.read()
         writer.sections(self._step, left)
         writer.sections(self._step, self._buffers or [])
@@ -311,20 +327,6 @@ class Recorder:
                 f"written any more ({reason})",
                 _SECTION,
             )
-
-    def _settings(self) -> Environment:
-        target = self._target
-        transport = target.synchronizer.transport_on(target.group)
-        return environment_of(
-            target.module,
-            target.synchronizer.settings,
-            target.group,
-            self._optimizers,
-            every=self._every,
-            first_step=self._first_step,
-            transport="" if transport is None else transport.expected_text,
-            argv=sys.argv if self._has_argv else None,
-        )
 
 
 class _OptimizerSteps:

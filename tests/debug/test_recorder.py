@@ -10,8 +10,8 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from tests.helpers import logged_warnings
 from tests.helpers.processes import open_files
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recorded import Recorded
+from tests.helpers.shared_jobs import once, run_cases
 from tests.helpers.small_models import add_gradients, error_of, tanh_net, wrap
 
 
@@ -212,21 +213,37 @@ def _train_noisy(rank: int, folder: Path | None, every: int, level: str) -> list
     return found + [digest(value) for value in (*model.state_dict().values(), torch.get_rng_state())]
 
 
-@pytest.mark.unsimulated("it has no sparse tensors")
-@pytest.mark.parametrize("level", ["off", "info", "detail"])
-@pytest.mark.parametrize("every", [1, 2])
-def test_recording_changes_no_bit_of_the_training(tmp_path: Path, level: str, every: int) -> None:
-    assert run_ranks(_train_noisy, 2, tmp_path, every, level) == run_ranks(_train_noisy, 2, None, 1, "info")
-    assert Recorded(tmp_path).steps == [0, *range(every, 7, every)]
+NOISY = [(every, level) for every in (1, 2) for level in ("off", "info", "detail")]
+
+
+@once
+def _noisy(base: Path) -> tuple[Path, dict[str, list[Any]]]:
+    folder = Path(mkdtemp(dir=base))
+    recorded = {f"{level}, every {every}": (every, level) for every, level in NOISY} | {"again": (1, "info")}
+    cases = {"unrecorded": (None, 1, "info"), **{name: (folder / name, *how) for name, how in recorded.items()}}
+    return folder, run_cases(_train_noisy, 2, cases)
+
+
+@pytest.fixture
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+    """The folder of the traces, and what each of the trainings leaves behind."""
+    return _noisy(tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")
-def test_two_runs_of_the_same_training_write_the_same_values(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        run_ranks(_train_noisy, 2, tmp_path / name, 1, "info")
+@pytest.mark.parametrize("every, level", NOISY)
+def test_recording_changes_no_bit_of_the_training(
+    noisy: tuple[Path, dict[str, list[Any]]], level: str, every: int
+) -> None:
+    folder, left = noisy
+    assert left[f"{level}, every {every}"] == left["unrecorded"]
+    assert Recorded(folder / f"{level}, every {every}").steps == [0, *range(every, 7, every)]
 
+
+@pytest.mark.unsimulated("it has no sparse tensors")
+def test_two_runs_of_the_same_training_write_the_same_values(noisy: tuple[Path, dict[str, list[Any]]]) -> None:
     for rank in range(2):
-        one, other = Recorded(tmp_path / "a", rank), Recorded(tmp_path / "b", rank)
+        one, other = (Recorded(noisy[0] / name, rank) for name in ("info, every 1", "again"))
         assert one.phases == other.phases
         assert len(one.phases) == 6
         assert {where: found.words for where, found in one.sections.items()} == {
@@ -546,6 +563,10 @@ def test_a_recorder_is_used_once(tmp_path: Path) -> None:
         ({"folder": 3}, ("TypeError", "folder is not usable: got 3, expected a path")),
         ({"folder": ""}, ("TypeError", "folder is not usable: got '', expected a path")),
         (
+            {"folder": Path("a\0b")},
+            ("ValueError", "folder is not usable: got 'a\\x00b', expected a path without a null character"),
+        ),
+        (
             {"folder": "~nobody-of-that-name/x"},
             (
                 "ValueError",
@@ -575,22 +596,21 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], ex
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("folder", ["a\0b", Path("a\0b")])
-def test_a_folder_with_a_null_character_is_refused(folder: str | Path) -> None:
-    expected = "folder is not usable: got 'a\\x00b', expected a path without a null character"
-
-    assert error_of(Recorder, wrap(), folder) == ("ValueError", expected)
-
-
-@pytest.mark.usefixtures("alone")
 def test_an_error_on_entering_comes_without_the_errors_of_the_system(tmp_path: Path) -> None:
     model = wrap()
     (tmp_path / "file").touch()
     (tmp_path / "rank-00000.jsonl").touch()
-    for folder in (tmp_path, tmp_path / "file", tmp_path / "file" / "below"):
+    name = "rank-00000.jsonl"
+    for folder, text in (
+        (tmp_path, f"/{name} exists, expected no trace of this rank there; name another folder, or remove that one"),
+        (tmp_path / "file", " is no folder; name another folder, or a path that does not exist yet"),
+        (tmp_path / "file" / "below", f"/{name} cannot be written: Not a directory; name another folder"),
+        (Path("/proc/none"), f"/{name} cannot be written: No such file or directory; name another folder"),
+    ):
         with pytest.raises(TraceError) as caught, Recorder(model, folder):
             pass
 
+        assert str(caught.value) == f"{folder}{text}"
         assert "Error" not in "".join(traceback.format_exception(caught.value)).replace("TraceError", "")
 
 
@@ -648,6 +668,7 @@ def test_an_optimizer_that_holds_no_parameter_of_the_model_is_warned_of(tmp_path
         told = [warning for warning in said if "holds no parameter" in warning.text]
         assert all(warning.text.startswith(text) for warning, text in zip(told, expected, strict=True))
         assert {warning.filename for warning in told} == {__file__}
+        assert Recorded(tmp_path / name).end == "closed"
 
 
 @pytest.mark.usefixtures("alone")
@@ -663,19 +684,6 @@ def test_optimizers_of_some_of_the_parameters_or_of_more_than_the_model_has_are_
         joint.step()
 
     assert Recorded(tmp_path).end == "closed"
-
-
-@pytest.mark.usefixtures("alone")
-def test_an_optimizer_that_is_warned_of_ends_no_recording_where_warnings_are_errors(tmp_path: Path) -> None:
-    model, optimizer = wrap(), torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)
-    with Recorder(model, tmp_path, optimizer=optimizer):
-        (text,) = logged_warnings.take()
-        add_gradients(model, 1.0)
-        model.all_reduce()
-        optimizer.step()
-
-    assert "holds no parameter of the model" in text
-    assert [path.suffix for path in tmp_path.iterdir()] == [".jsonl"]
 
 
 @pytest.mark.usefixtures("alone")
@@ -737,10 +745,8 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None
 
 @pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize("level", ["off", "detail"])
-def test_layout_and_local_buffers_are_in_the_first_line(tmp_path: Path, level: str) -> None:
-    run_ranks(partial(_train_noisy, folder=tmp_path, every=1, level=level), 2)
-
-    one, other = (Recorded(tmp_path, rank).environment for rank in range(2))
+def test_layout_and_local_buffers_are_in_the_first_line(noisy: tuple[Path, dict[str, list[Any]]], level: str) -> None:
+    one, other = (Recorded(noisy[0] / f"{level}, every 1", rank).environment for rank in range(2))
     assert one.layout == other.layout != "0" * 16
     assert one.local_buffers == ("*",)
     assert one.parameters[:2] == ("body.1.bias", "body.1.weight")

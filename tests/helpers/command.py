@@ -35,17 +35,6 @@ class Place(NamedTuple):
     steps: int = 1
 
 
-class MetricDifference(NamedTuple):
-    """The first difference of a metric."""
-
-    name: str
-    step: int
-    a: float | str | None
-    b: float | str | None
-    differing: int
-    calls: int
-
-
 class RefusedError(Exception):
     """The command refused a trace; the text is its line of error."""
 
@@ -79,7 +68,6 @@ def compare(*folders: Path, local_buffers: tuple[str, ...] = ()) -> Any:
     found = _record(json.loads(done.stdout))
     assert (done.returncode, done.stderr) == (_STATUS[found.verdict], "")
     found.places = tuple(Place(**vars(item)) for item in found.places)
-    found.metrics = tuple(MetricDifference(**vars(item)) for item in found.metrics)
     for item in (found.first, *found.others):
         if item is not None:
             item.sides = tuple(Side(**vars(side)) for side in item.sides)

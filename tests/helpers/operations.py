@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from legacy_ddp.debug._operations.operation import Operation, Value
@@ -57,6 +58,19 @@ def model(data: str = "x", layers: int = 3) -> list[Operation]:
 def numbered(operations: Sequence[Operation]) -> list[Operation]:
     """The sequence with the numbers of a trace."""
     return [replace(item, number=number) for number, item in enumerate(operations, start=1)]
+
+
+def recordable(operations: Sequence[Operation]) -> list[Operation]:
+    """The sequence with digests of 16 hexadecimal digits in place of short texts."""
+
+    def words(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(item if item.digest is None else replace(item, digest=_word(item.digest)) for item in values)
+
+    return [replace(item, inputs=words(item.inputs), outputs=words(item.outputs)) for item in operations]
+
+
+def _word(text: str) -> str:
+    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def changed(operations: Sequence[Operation], position: int, **changes: Any) -> list[Operation]:

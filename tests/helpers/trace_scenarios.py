@@ -131,8 +131,7 @@ def contents_of(trace: RankTrace) -> Held:
             if (section := trace.section(step, phase)) is not None:
                 assert trace.digest(step, phase) is not None
                 assert phase in trace.phases
-                assert (section.words.keys(), section.norms.keys()) == (section.kinds.keys(),) * 2
-                assert section.nonfinite.keys() <= section.words.keys()
+                assert section.nonfinite.keys() <= section.norms.keys() == {*section.names.names}
                 found[step, phase] = section
             else:
                 assert trace.digest(step, phase) is None

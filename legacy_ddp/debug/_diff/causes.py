@@ -149,7 +149,6 @@ def step_totals(traces: Iterator[RankTrace], until: int, world_size: int) -> dic
 
 
 def total_causes(a: dict[int, StepTotals], b: dict[int, StepTotals], *, reproducible: bool) -> list[Cause]:
-    """The first differences of totals between runs of different world sizes."""
     common = sorted({*a} & {*b})
     # Only in reproducible runs the order of inputs over all ranks has a meaning.
     causes = list(_total_input_cause(a, b, common)) if reproducible else []

@@ -4,8 +4,8 @@ Pairs of files are compared: rank r of A with rank r of B, or rank 0 of a run wi
 are read a second time, up to the first difference.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -23,14 +23,13 @@ from legacy_ddp.debug._diff.causes import (
     setting_causes,
 )
 from legacy_ddp.debug._diff.evidence import Evidence, Kind, explain
-from legacy_ddp.debug._diff.operations import RunOperations, with_operations
+from legacy_ddp.debug._diff.operations import RunOperations
 from legacy_ddp.debug._diff.pair import (
     MAX_OTHERS,
     SETTINGS,
     SHARED_PHASES,
     Differing,
     EntryPair,
-    Growth,
     Key,
     Locations,
     Pair,
@@ -106,9 +105,11 @@ class _Found:
 
     ``recorded``: by each run. ``compared``: on every rank. ``steps``: those in which a difference counts, ascending.
     ``locations``: all locations with a difference. ``divergences``: the differences in the first location.
-    ``evidence``: fields of :class:`Evidence` that only one kind of comparison has. ``notes``: about parts that were not
-    compared. ``notes_if_same``: about differences that changed no bit. ``equal``, ``where``: for the headline, the
-    equal sides and the ranks of the first divergence. ``problems``: differences between the ranks of one run.
+    ``settings``: those that differ, with ``cause_of`` for their texts. ``around``, ``calls``: differences of the
+    environment and of the calls. ``evidence``: fields of :class:`Evidence` that only one kind of comparison has.
+    ``notes``: about parts that were not compared. ``notes_if_same``: about a different environment that changed no bit.
+    ``equal``, ``where``: for the headline, the equal sides and the ranks of the first divergence. ``problems``:
+    differences between the ranks of one run.
     """
 
     words: _Words
@@ -118,8 +119,9 @@ class _Found:
     steps: Sequence[int]
     locations: Mapping[Key, Differing]
     divergences: Sequence[Divergence]
-    causes: Sequence[Cause]
-    settings_apart: Sequence[Cause]
+    settings: SettingDifferences
+    cause_of: Callable[[SettingDifference], Cause]
+    around: Sequence[Cause]
     evidence: Mapping[str, Any]
     operations: OperationFinding | None
     notes: Sequence[str]
@@ -127,6 +129,7 @@ class _Found:
     notes_about_operations: Iterable[str]
     equal: str
     where: str
+    calls: Sequence[Cause] = ()
     problems: Sequence[str] = ()
     metrics: tuple[MetricDifference, ...] = ()
 
@@ -143,16 +146,20 @@ class _Found:
 
 def _result(found: _Found) -> Comparison:
     """The result: a difference if there is one, else the first doubt, else equality."""
-    if found.divergences:
-        return _different(found, *found.divergences)
+    first = next(iter(found.divergences), None)
+    likely, others, apart = setting_causes(found.settings, first, found.cause_of)
+    if first:
+        return _different(found, first, [*likely, *found.around, *found.calls, *others], apart)
     if doubt := next(filter(None, _doubts(found)), ""):
         return _comparison(found, "unknown", f"cannot tell: {doubt}")
     phases, tensors, steps = len(found.compared.phases), found.compared.tensors, found.compared.steps
     counts = f"{phases} phase{'s' * (phases > 1)}, {tensors:,} tensor{'s' * (tensors != 1)}"
-    return _comparison(found, "same", f"same: {found.equal}, {coverage.format_steps(steps)}, {counts}, bit for bit")
+    headline = f"same: {found.equal}, {coverage.format_steps(steps)}, {counts}, bit for bit"
+    changed_no_bit = [*found.notes_if_same, *coverage.cause_notes([*likely, *others, *apart])]
+    return _comparison(found, "same", headline, changed_no_bit)
 
 
-def _different(found: _Found, first: Divergence, *others: Divergence) -> Comparison:
+def _different(found: _Found, first: Divergence, causes: Sequence[Cause], apart: Sequence[Cause]) -> Comparison:
     start: Key = first.step, PHASES.index(first.phase)
     later = {key: item for key, item in found.locations.items() if key >= start}  # earlier settings are causes
     locations, more_locations = merge(later, found.steps)
@@ -164,7 +171,9 @@ def _different(found: _Found, first: Divergence, *others: Divergence) -> Compari
         starting_run=starting[0] if len(starting) == 1 else "",
         previous=max((step for step in found.steps if step < first.step), default=None),
         resumed=found.resumed(),
-        causes=frozenset(cause.what for cause in found.causes),
+        settings=found.settings.settings,
+        optimizer_steps=found.settings.optimizer_steps,
+        causes=frozenset(cause.what for cause in causes),
         **found.evidence,
     )
     when = f"at the start (step {first.step})" if starting else f"at step {first.step}"
@@ -173,11 +182,11 @@ def _different(found: _Found, first: Divergence, *others: Divergence) -> Compari
         "different",
         f"different: {found.words.noun} part {when} in {PHASE_LABELS[first.phase]}{found.where}: {first.name}",
         first=first,
-        others=others[:MAX_OTHERS],
+        others=tuple(found.divergences[1 : MAX_OTHERS + 1]),
         size=evidence.size,
         explanation=explain(evidence),
-        causes=tuple(found.causes),
-        settings_apart=tuple(found.settings_apart),
+        causes=tuple(causes),
+        settings_apart=tuple(apart),
         locations=locations,
         more_locations=more_locations,
     )
@@ -211,20 +220,18 @@ def _doubts(found: _Found) -> Iterator[str]:
         )
 
 
-def _comparison(found: _Found, verdict: Answer, headline: str, **more: Any) -> Comparison:
+def _comparison(found: _Found, verdict: Answer, headline: str, notes: Sequence[str] = (), **more: Any) -> Comparison:
     steps = found.compared.steps
+    if verdict == "same" and found.operations:
+        headline += "; operations differ, see below"
     return Comparison(
         tuple(str(run.folder) for run in found.runs),
         verdict,
-        with_operations(headline, verdict, found.operations),
+        headline,
         (steps[0], steps[-1]) if steps else None,
         metrics=found.metrics,
         operations=found.operations,
-        notes=(
-            *found.notes,
-            *(found.notes_if_same if verdict == "same" else ()),
-            *found.notes_about_operations,
-        ),
+        notes=(*found.notes, *notes, *found.notes_about_operations),
         **more,
     )
 
@@ -243,7 +250,7 @@ class _RunPairs:
         self._local_buffers = sorted({*a.environments[0].local_buffers, *b.environments[0].local_buffers})
         self._calls, self._operations = causes.CallDifferences(), RunOperations()
         self._locations = Locations()
-        self._ranks_with_other_settings: list[int] = []
+        self._other_settings: list[int] = []  # ranks
         self._metrics: tuple[MetricDifference, ...] = ()
         for rank in range(a.world_size) if self._has_equal_sizes else (0,):
             with self._open(rank) as pair:
@@ -270,7 +277,7 @@ class _RunPairs:
             if differing:
                 self._locations.add((step, PHASES.index(phase)), rank, differing, names)
         if SettingDifferences.has_any(pair):
-            self._ranks_with_other_settings.append(rank)
+            self._other_settings.append(rank)
         if self._has_equal_sizes:
             first = first_of_tensors(self._locations.found)
             self._calls.add_rank(rank, pair, first and first[0])
@@ -281,15 +288,13 @@ class _RunPairs:
         tensors = first_of_tensors(self._locations.found)
         # If only settings differ, there is no divergence but a note: they changed no bit.
         divergences, size = self._read(tensors)
-        settings = self._compare_settings(tensors)
+        settings = _compare_settings(self._compared.any_steps, tensors, self._runs, self._other_settings, self._open)
         if tensors and tensors[1] > SETTINGS:
             ranks = self._locations.found[tensors].ranks
             if of_settings := explaining(tensors[0], ranks, settings.settings):
                 divergences, size = of_settings, None
         first = divergences[0] if divergences else None
         around = self._environment_causes()
-        cause_of = partial(cause_of_runs, ranks=self._compared.ranks)
-        likely, others, apart = setting_causes(settings, first, cause_of)
         world_sizes = [run.world_size for run in self._runs]
         equal = f"what runs of {' and of '.join(map(_ranks, world_sizes))} have in common"
         return _Found(
@@ -300,12 +305,14 @@ class _RunPairs:
             steps=self._compared.any_steps,
             locations=self._locations.found,
             divergences=divergences,
-            causes=[*likely, *around, *self._call_causes(first.step), *others] if first else [],
-            settings_apart=apart,
-            evidence={**self._evidence(first, size), **_setting_evidence(settings)} if first else {},
+            settings=settings,
+            cause_of=partial(cause_of_runs, ranks=self._compared.ranks),
+            around=around,
+            calls=self._call_causes(first.step) if first else (),
+            evidence=self._evidence(first, size) if first else {},
             operations=self._operations.finding(first),
             notes=self._notes(problems),
-            notes_if_same=coverage.cause_notes([*around, *likely, *others, *apart]),
+            notes_if_same=coverage.cause_notes(around),
             notes_about_operations=self._operations.notes(first),
             equal=_ranks(world_sizes[0]) if self._has_equal_sizes else equal,
             where=f" of {name_ranks(first.ranks)}" if first and self._has_equal_sizes else "",
@@ -326,16 +333,6 @@ class _RunPairs:
                     yield pair.entries(step, phase)
 
         return divergences_of_runs(step, phase, ranks, entries())
-
-    def _compare_settings(self, tensors: Key | None) -> SettingDifferences:
-        """The settings that differ up to the step of the first different tensors; of all steps without any."""
-        steps = self._compared.any_steps
-        until = _settings_until(steps, tensors, [run.environments[0].start for run in self._runs])
-        found = SettingDifferences([step for step in steps if step <= until], tensors and tensors[0])
-        for rank in self._ranks_with_other_settings:
-            with self._open(rank, until=until) as pair:
-                found.add_rank(rank, pair)
-        return found
 
     def _compare_ranks_of_each(self) -> Iterator[str]:
         """Check that rank 0 stands for all ranks of its run, and in which steps; yields the reasons against it."""
@@ -366,19 +363,18 @@ class _RunPairs:
 
     def _evidence(self, first: Divergence, size: float | None) -> Mapping[str, Any]:
         kind: Kind = "runs" if self._has_equal_sizes else "sizes"
+        growth = None
+        if size is not None and size <= ROUNDING_LIMIT:
+            with self._open(first.ranks[0]) as pair:
+                growth = find_growth(pair, first.step)
         return {
             "kind": kind,
             "inputs_known": all(map(self._calls.inputs_known, first.ranks)),
             "generators_known": all(map(self._calls.call_known, first.ranks)),
             "reproducible": self._is_reproducible,
             "size": size,
-            "growth": self._growth(first) if size is not None and size <= ROUNDING_LIMIT else None,
+            "growth": growth,
         }
-
-    def _growth(self, first: Divergence) -> Growth:
-        """Growth of the difference on the first differing rank. Reads its files again."""
-        with self._open(first.ranks[0]) as pair:
-            return find_growth(pair, first.step)
 
     def _notes(self, problems: Sequence[str]) -> list[str]:
         steps = self._compared.any_steps
@@ -399,6 +395,22 @@ class _RunPairs:
         return [*texts, *problems]
 
 
+def _compare_settings(
+    steps: Sequence[int],
+    tensors: Key | None,
+    runs: Iterable[Run],
+    ranks: Iterable[int],
+    open_pair: Callable[[int, int], AbstractContextManager[Pair]],
+) -> SettingDifferences:
+    """The settings that differ up to the step of the first different tensors; of all steps without any."""
+    until = _settings_until(steps, tensors, [run.environments[0].start for run in runs])
+    found = SettingDifferences([step for step in steps if step <= until], tensors and tensors[0])
+    for rank in ranks:
+        with open_pair(rank, until) as pair:
+            found.add_rank(rank, pair)
+    return found
+
+
 def _settings_until(steps: Sequence[int], tensors: Key | None, starts: Sequence[int]) -> int:
     if tensors is None:
         return steps[-1] if steps else 0
@@ -406,10 +418,6 @@ def _settings_until(steps: Sequence[int], tensors: Key | None, starts: Sequence[
         return tensors[0]
     # A start has no settings: those of the next step count.
     return min((step for step in steps if step > tensors[0]), default=tensors[0])
-
-
-def _setting_evidence(found: SettingDifferences) -> Mapping[str, tuple[SettingDifference, ...]]:
-    return {"settings": found.settings, "optimizer_steps": found.optimizer_steps}
 
 
 class _RankPairs:
@@ -429,7 +437,7 @@ class _RankPairs:
         self._locations = Locations()
         self._groups: dict[Key, RankGroups] = {}
         self._unfinished: set[tuple[int, str]] = set()
-        self._ranks_with_other_settings: list[int] = []
+        self._other_settings: list[int] = []  # ranks
         with run.open(0) as reference:
             self._add(0, reference, reference)
             for rank in range(1, run.world_size):
@@ -438,39 +446,41 @@ class _RankPairs:
         self._compared.leave_out(self._unfinished)
 
     def _add(self, rank: int, reference: RankTrace, trace: RankTrace) -> None:
-        pair = Pair(reference, trace, SHARED_PHASES, self._keep, may_lack=())
+        pair = self._pair(reference, trace)
         self._recorded.add(rank, trace)
         self._compared.add_rank(rank, pair.steps, pair.entry_counts())
         last = unfinished_step(trace)
         if last is not None:
             self._unfinished.update((last, phase) for phase in SHARED_PHASES if trace.digest(last, phase) is None)
         if SettingDifferences.has_any(pair):
-            self._ranks_with_other_settings.append(rank)
-        for step, phase in pair.candidates:
-            self._compare(rank, pair, step, phase)
+            self._other_settings.append(rank)
+        for step, phase in pair.candidates:  # parses the lines of one rank of each group
+            key: Key = step, PHASES.index(phase)
+            groups, digest = self._groups.setdefault(key, RankGroups()), trace.digest(step, phase)
+            if not groups.add_known(rank, digest):
+                differing, names = pair.differing(step, phase)
+                groups.add(rank, digest, differing)
+                if differing:
+                    self._locations.add(key, rank, differing, names)
 
-    def _compare(self, rank: int, pair: Pair, step: int, phase: str) -> None:
-        """Add the rank to a group of ranks with equal contents. Parses the lines of one rank of each group."""
-        key: Key = step, PHASES.index(phase)
-        groups, digest = self._groups.setdefault(key, RankGroups()), pair.b.digest(step, phase)
-        if not groups.add_known(rank, digest):
-            differing, names = pair.differing(step, phase)
-            groups.add(rank, digest, differing)
-            if differing:
-                self._locations.add(key, rank, differing, names)
+    def _pair(self, reference: RankTrace, trace: RankTrace) -> Pair:
+        return Pair(reference, trace, SHARED_PHASES, self._keep, may_lack=())
+
+    @contextmanager
+    def _open(self, rank: int, until: int) -> Iterator[Pair]:
+        with self._run.open(0, until) as reference, self._run.open(rank, until) as trace:
+            yield self._pair(reference, trace)
 
     def found(self) -> _Found:
         run, size, located = self._run, self._run.world_size, self._located()
         tensors = first_of_tensors(located)
-        settings = self._compare_settings(tensors)
+        settings = _compare_settings(self._compared.steps, tensors, [run], self._other_settings, self._open)
         keys = {(item.first, SETTINGS) for item in settings.settings if not item.is_apart} & {*located}
         key = min(keys | ({tensors} if tensors else set()), default=None)
         divergences = divergences_of_ranks(run, key, self._keep) if key else []
         divergences.sort(key=lambda item: item.phase == "settings" and is_apart(item.name))
         first = divergences[0] if divergences else None
         around = self._environment_causes()
-        cause_of = partial(cause_of_ranks, world_size=size)
-        likely, others, apart = setting_causes(settings, first, cause_of)
         return _Found(
             words=self._words,
             runs=(run,),
@@ -479,27 +489,17 @@ class _RankPairs:
             steps=self._compared.steps,
             locations=located,
             divergences=divergences,
-            causes=[*likely, *around, *others],
-            settings_apart=apart,
-            evidence={"kind": "ranks", "world_size": size, **_setting_evidence(settings)},
+            settings=settings,
+            cause_of=partial(cause_of_ranks, world_size=size),
+            around=around,
+            evidence={"kind": "ranks", "world_size": size},
             operations=None,
             notes=self._notes(),
-            notes_if_same=[
-                *(f"{cause.what} differs between ranks and changed no bit" for cause in around),
-                *coverage.cause_notes([*likely, *others, *apart]),
-            ],
+            notes_if_same=[f"{cause.what} differs between ranks and changed no bit" for cause in around],
             notes_about_operations=[_NO_OPERATIONS] if self._recorded.operations else (),
             equal=f"{size} ranks hold the same",
             where=_against(first) if first else "",
         )
-
-    def _compare_settings(self, tensors: Key | None) -> SettingDifferences:
-        until = _settings_until(self._compared.steps, tensors, [self._run.environments[0].start])
-        found = SettingDifferences([step for step in self._compared.steps if step <= until], tensors and tensors[0])
-        for rank in self._ranks_with_other_settings:
-            with self._run.open(0, until=until) as reference, self._run.open(rank, until=until) as trace:
-                found.add_rank(rank, Pair(reference, trace, SHARED_PHASES, self._keep, may_lack=()))
-        return found
 
     def _located(self) -> dict[Key, Differing]:
         """The locations that were compared on all ranks and differ, with the ranks outside the majority."""

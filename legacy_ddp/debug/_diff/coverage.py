@@ -164,5 +164,4 @@ def cause_notes(causes: Sequence[Cause]) -> list[str]:
 
 
 def phase_labels(phases: Iterable[str]) -> list[str]:
-    """Labels of the phases, in the order of ``PHASES``."""
     return [PHASE_LABELS[phase] for phase in PHASES if phase in set(phases)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from legacy_ddp._text import compare_rows
 from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.pair import Pair
-from legacy_ddp.debug._diff.result import Answer, Divergence, OperationFinding, OperationRow
+from legacy_ddp.debug._diff.result import Divergence, OperationFinding, OperationRow
 from legacy_ddp.debug._operations.align import aligned, differing, first_difference
 from legacy_ddp.debug._operations.meaning import Facts, explain
 from legacy_ddp.debug._operations.operation import (
@@ -70,11 +70,6 @@ def finding(
 def _agreement(step: int, counts: tuple[int, int], meaning: str) -> OperationFinding:
     text = f"all {counts[0]:,} operations agree" if counts[0] > 1 else "the only operation agrees"
     return OperationFinding(step, _LABELS, (), counts, "", text, meaning)
-
-
-def with_operations(headline: str, verdict: Answer, found: OperationFinding | None) -> str:
-    """The headline. If all tensors are equal and operations differ, it says so."""
-    return f"{headline}; operations differ, see below" if verdict == "same" and found else headline
 
 
 def _differing_facts(a: Environment, b: Environment) -> Facts:

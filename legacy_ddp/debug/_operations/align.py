@@ -278,16 +278,13 @@ def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, posi
     name = a[i].parameters[position] if a[i].parameters[position] == b[j].parameters[position] else ""
     writers = _writer(a, i, left[position]), _writer(b, j, right[position])
     operations = [None if at is None else side[at] for side, at in zip((a, b), writers, strict=True)]
-    reader = last_reader(a, i, name) if last_reader(b, j, name) is not None else None
-    read = None if reader is None else a[reader]
-    return Origin(name, *writers, reader, operations[0], operations[1], read)
+    readers = [_last_reader(side[:before], name) for side, before in ((a, i), (b, j))]
+    return Origin(name, *writers, operations[0], operations[1], readers[0] if readers[1] else None)
 
 
-def last_reader(operations: Sequence[Operation], before: int, name: str) -> int | None:
-    """The position of the last operation before ``before`` that read the bits of the parameter, or None."""
-    if not name:
-        return None
-    return next((index for index in reversed(range(before)) if _reads(operations[index], name)), None)
+def _last_reader(operations: Sequence[Operation], name: str) -> Operation | None:
+    """The last operation that read the bits of the parameter; None also without a parameter."""
+    return next((item for item in reversed(operations) if name and _reads(item, name)), None)
 
 
 def _reads(operation: Operation, name: str) -> bool:

@@ -63,9 +63,9 @@ def explain_by(rows: Iterable[Rule], case: object) -> Explanation:
     return Explanation(row.meaning.format(c=case), row.next_step.format(c=case))
 
 
-def explain(found: OperationDifference, labels: Labels = ("A", "B"), facts: Facts | None = None) -> Explanation:
+def explain(found: OperationDifference, labels: Labels, facts: Facts) -> Explanation:
     """The likely cause of a difference, and the next step."""
-    return explain_by(_ROWS[found.kind], _Case(found, labels, facts or {}))
+    return explain_by(_ROWS[found.kind], _Case(found, labels, facts))
 
 
 @dataclass(frozen=True)

@@ -109,15 +109,14 @@ class Origin:
 
     ``parameter``: name of the parameter or buffer that the input is, or empty. ``writer_a``, ``writer_b``: position of
     the last earlier operation with this output, in A and in B; None if no operation of the step returned the input.
-    ``reader``: position in A of the last earlier operation that read the parameter, or None. ``operation_a``,
-    ``operation_b``, ``operation_read``: the operations at these positions. ``is_argument``: on both sides, the input is
-    a recorded argument of the model's forward passes.
+    ``operation_a``, ``operation_b``: the operations at these positions. ``operation_read``: of A, the last earlier
+    operation that read the parameter, if both sides have one. ``is_argument``: on both sides, the input is a recorded
+    argument of the model's forward passes.
     """
 
     parameter: str = ""
     writer_a: int | None = None
     writer_b: int | None = None
-    reader: int | None = None
     operation_a: Operation | None = field(default=None, compare=False)
     operation_b: Operation | None = field(default=None, compare=False)
     operation_read: Operation | None = field(default=None, compare=False)

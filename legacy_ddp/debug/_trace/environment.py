@@ -130,11 +130,7 @@ def _package() -> str:
     """The version of the library, and the commit of a checkout."""
     import legacy_ddp  # not at the top: this file is loaded while legacy_ddp is being imported
 
-    return describe_package(legacy_ddp.__version__, Path(legacy_ddp.__file__).parent.parent)
-
-
-def describe_package(version: str, checkout: Path) -> str:
-    """``version``, with the commit if ``checkout`` is the top of a repository."""
+    version, checkout = legacy_ddp.__version__, Path(legacy_ddp.__file__).parent.parent
     # An installed package has no commit, even if its environment lies inside of the repository of a script.
     return f"{version}, commit {commit_of(checkout)}" if (checkout / ".git").exists() else version
 

@@ -1,6 +1,5 @@
 """Readers of a trace: the file of one rank, and the folder of a run."""
 
-import os
 import re
 from array import array
 from collections.abc import Callable, Sequence
@@ -26,8 +25,8 @@ from legacy_ddp.debug._trace.records import (
     Names,
     Section,
     Values,
-    check_version,
     parse,
+    read_environment,
     read_numbers,
     read_record,
     sequence_from_json,
@@ -78,7 +77,6 @@ class RankTrace:
         self._file = open_trace(path)
         try:
             self.environment, first_bytes = first_line(path, self._file)
-            self.size_bytes = os.fstat(self._file.fileno()).st_size
             self._scan(first_bytes, until)
         except BaseException as error:
             self._file.close()
@@ -110,16 +108,13 @@ class RankTrace:
         return None if row is None else self._names[self._numbers[phase][row]][0]
 
     def section(self, step: int, phase: str) -> Section | None:
-        """The state in one phase of a step; None for a missing section."""
         names, values = self.names(step, phase), self._parsed(step, phase, Values.from_json)
         return None if names is None or values is None else Section(names, values)
 
     def call(self, step: int) -> CallFacts | None:
-        """The facts about the call of a step; None without a line."""
         return self._parsed(step, "call", CallFacts.from_json)
 
     def operations(self, step: int) -> tuple[Operation, ...]:
-        """The operations of a step, in order; empty without any."""
         found: list[Operation] = []
         for offset in self._operations.get(step, ()):
             read = partial(sequence_from_json, declared=self._declared, before=len(found))
@@ -190,7 +185,7 @@ class RankTrace:
                 raise DamagedLineError(FOREIGN)
             self._names[values["number"]] = names, blake2b(contents, digest_size=8).digest()
         elif kind == "operation":
-            self._declared.append(Declaration.from_json(values))
+            self._declared.append(read_record(Declaration, values))
         elif kind == "operations":
             self._add_row(step)
             self._operations.setdefault(step, []).append(offset)
@@ -251,16 +246,11 @@ def first_line(path: Path, file: BufferedReader) -> tuple[Environment, int]:
         raise TraceError(f"{path} is no trace: its first line is not what a recorder writes")
     line = file.readline()
     try:
-        return parse(line, _checked_environment), len(line)
+        return parse(line, read_environment), len(line)
     except DamagedLineError as error:
         raise TraceError(f"{path}: line 1 is damaged: {error}") from error
     except TraceError as error:
         raise TraceError(f"{path} {error}") from error
-
-
-def _checked_environment(values: dict[str, Any]) -> Environment:
-    check_version(values)
-    return read_record(Environment, values)
 
 
 def _comes_again(step: int) -> DamagedLineError:

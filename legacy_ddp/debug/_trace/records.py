@@ -141,9 +141,6 @@ class Names:
     names: tuple[str, ...]
     kinds: tuple[str, ...]
 
-    def to_json(self, number: int) -> dict[str, Any]:
-        return {"line": "names", "number": number, **vars(self)}
-
 
 @dataclass(frozen=True)
 class Values:
@@ -170,22 +167,14 @@ class Values:
 
 @dataclass(frozen=True)
 class Section:
-    """:class:`Values` with their :class:`Names`, and each member of both by name."""
+    """:class:`Values` with their :class:`Names`."""
 
     names: Names
     values: Values
 
     @property
-    def words(self) -> dict[str, str | None]:
-        return dict(zip(self.names.names, self.values.words, strict=True))
-
-    @property
     def norms(self) -> dict[str, float | None]:
         return dict(zip(self.names.names, self.values.norms, strict=True))
-
-    @property
-    def kinds(self) -> dict[str, str]:
-        return dict(zip(self.names.names, self.names.kinds, strict=True))
 
     @property
     def nonfinite(self) -> dict[str, int]:
@@ -232,23 +221,13 @@ class CallFacts:
         return read_record(CallFacts, {**values, "metrics": read_numbers(values.get("metrics", {}))})
 
 
-def log_to_json(step: int, values: Mapping[str, float | str]) -> dict[str, Any]:
-    """A line of values that a rank logged after the call of a step."""
-    return {"line": "log", "step": step, "values": {name: plain(value) for name, value in values.items()}}
-
-
 def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of :func:`legacy_ddp._text.plain` for each value: ``"nan"`` is NaN."""
     return {name: float(value) if value in NOT_FINITE else value for name, value in values.items()}
 
 
-def end_to_json(step: int, reason: str) -> dict[str, Any]:
-    """The last line of a trace after an orderly end: the last step, and ``closed`` or the name of an exception."""
-    return {"line": "end", "step": step, "reason": reason}
-
-
-def check_version(values: Mapping[str, Any]) -> None:
-    """Raises a TraceError for a first line of another format or version."""
+def read_environment(values: Mapping[str, Any]) -> Environment:
+    """The record of the first line. Raises a TraceError for another format or version."""
     if values.get("line") != "environment" or values.get("format") != FORMAT:
         raise TraceError(f"is no trace: got a first line of another kind, expected one of format {FORMAT!r}")
     if values.get("version") not in READABLE_VERSIONS:
@@ -258,6 +237,7 @@ def check_version(values: Mapping[str, Any]) -> None:
             f"is of another version: got {values.get('version')!r}, expected {readable}; read it with the legacy_ddp "
             "that wrote it"
         )
+    return read_record(Environment, values)
 
 
 _DIGITS = 16
@@ -280,13 +260,6 @@ class Declaration:
     digested: tuple[bool, ...]
     is_random: bool
     settings: str
-
-    def to_json(self, number: int) -> dict[str, Any]:
-        return {"line": "operation", "number": number, **vars(self)}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "Declaration":
-        return read_record(Declaration, values)
 
     def with_digests(self, digests: Iterator[str], micro_batch: int, number: int) -> Operation:
         found = [next(digests) if is_digested else None for is_digested in self.digested]
@@ -326,11 +299,6 @@ def digests_of(operation: Operation) -> str:
     return "".join([value.digest or "" for value in values]) + operation.generator
 
 
-def sequence_to_json(step: int, micro_batch: int, numbers: Sequence[int], digests: str) -> dict[str, Any]:
-    # The order of keys is part of the format: a reader counts operations without parsing the line.
-    return {"line": "operations", "step": step, "micro_batch": micro_batch, "numbers": numbers, "digests": digests}
-
-
 def sequence_from_json(values: Mapping[str, Any], declared: Sequence[Declaration], before: int = 0) -> list[Operation]:
     """The operations of one line. ``before``: the number of operations of the step in earlier lines."""
     digests = values["digests"]
@@ -346,15 +314,17 @@ class Writer:
 
     def __init__(self, folder: Path, environment: Environment) -> None:
         self.path = folder / RANK_FILE.format(environment.rank)
-        self._numbers: dict[Names, int] = {}
-        self._declared: dict[Declaration, int] = {}
+        self._declared: dict[type, dict[Names | Declaration, int]] = {Names: {}, Declaration: {}}
         self._lines: list[bytes] = []
         self._line_count = 0
         self._is_whole = True
+        self._file = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Not buffered: the kernel has the written bytes, so they survive the process.
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+            self._add(environment.to_json())
+            self.flush()
         # "from None": the texts hold all that the errors of the system say.
         except FileExistsError as error:
             if error.filename != str(self.path):
@@ -365,20 +335,11 @@ class Writer:
                 f"{self.path} exists, expected no trace of this rank there; name another folder, or remove that one"
             ) from None
         except OSError as error:
-            raise TraceError(f"{self.path} cannot be written: {error.strerror}; name another folder") from None
-        try:
-            self._add(environment.to_json())
-            self.flush()
-        except OSError as error:
             self.abandon()
             raise TraceError(f"{self.path} cannot be written: {error.strerror}; name another folder") from None
 
     def section(self, step: int, section: Section) -> None:
-        number = self._numbers.get(section.names)
-        if number is None:
-            number = len(self._numbers)
-            self._add(section.names.to_json(number))
-            self._numbers[section.names] = number
+        number = self._declare(section.names)
         self._add(section.values.to_json(step, section.names.phase, number))
 
     def sections(self, step: int, sections: Iterable[Section]) -> None:
@@ -392,11 +353,14 @@ class Writer:
         for micro_batch, group in groupby(operations, key=lambda operation: operation.micro_batch):
             found = list(group)
             numbers = [self._declare(declaration_of(operation)) for operation in found]
-            self._add(sequence_to_json(step, micro_batch, numbers, "".join(map(digests_of, found))))
+            digests = "".join(map(digests_of, found))
+            values = {"step": step, "micro_batch": micro_batch, "numbers": numbers, "digests": digests}
+            self._add({"line": "operations", **values})
 
     def log_now(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write logged values of this rank, and all lines before."""
-        self._add(log_to_json(step, values))
+        logged = {name: plain(value) for name, value in values.items()}
+        self._add({"line": "log", "step": step, "values": logged})
         self.flush()
 
     def flush(self) -> None:
@@ -417,9 +381,12 @@ class Writer:
         self._is_whole = True
 
     def close(self, step: int, reason: str) -> None:
-        """Write the end line and close the file. Closes it also if the line cannot be written."""
+        """Write the end line and close the file. Closes it also if the line cannot be written.
+
+        ``step``: the last step. ``reason``: ``closed``, or the name of an exception.
+        """
         try:
-            self._add(end_to_json(step, reason))
+            self._add({"line": "end", "step": step, "reason": reason})
             self.flush()
         finally:
             self.abandon()
@@ -434,12 +401,14 @@ class Writer:
         self.abandon()
         self.path.unlink(missing_ok=True)
 
-    def _declare(self, declaration: Declaration) -> int:
-        """The number of a declaration. Adds its line at the first use."""
-        number = self._declared.get(declaration)
+    def _declare(self, record: Names | Declaration) -> int:
+        """The number by which later lines refer to a record. Adds its line at the first use."""
+        declared = self._declared[type(record)]
+        number = declared.get(record)
         if number is None:
-            number = self._declared[declaration] = len(self._declared)
-            self._add(declaration.to_json(number))
+            number = declared[record] = len(declared)
+            line = "names" if isinstance(record, Names) else "operation"
+            self._add({"line": line, "number": number, **vars(record)})
         return number
 
     def _add(self, values: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ by then. So on a device every tensor is first divided by its largest finite elem
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -37,27 +37,20 @@ BATCH_NUMEL = 2**22
 LEAST_FP32_NORM = 1e-15
 
 
-def measure(values: Sequence[torch.Tensor | str | None]) -> list[Measured]:
-    """For each value: its digest or text, its 2-norm, and its number of NaN or infinite elements.
+@torch.no_grad()
+def begin_measure(
+    values: Sequence[torch.Tensor | str | None], reader: devices.Reader, take: Callable[[list[Measured]], object]
+) -> None:
+    """Call ``take`` with the digest or text of each value, its 2-norm, and its number of NaN or infinite elements.
+
+    The values are those at this call; ``take`` is called once ``reader`` has read the numbers.
 
     A tensor has a digest of 16 hex digits. Its norm is the norm of the finite elements, rounded to 9 digits; None if
     a float64 is too small for the norm, or if the elements are no numbers (packed 4-bit elements, for example). A
     string stays as it is, without a norm; None stays None.
 
-    The host waits once, and for each sparse tensor.
+    The host waits for each sparse tensor.
     """
-    found: list[Measured] = []
-    reader = devices.Reader()
-    begin_measure(values, reader, found.extend)
-    reader.read()
-    return found
-
-
-@torch.no_grad()
-def begin_measure(
-    values: Sequence[torch.Tensor | str | None], reader: devices.Reader, take: Callable[[list[Measured]], object]
-) -> None:
-    """Call ``take`` with the result of :func:`measure` for the present values, once ``reader`` has read it."""
     tensors = [_coalesced(value) for value in values if isinstance(value, torch.Tensor)]
     of_digests, finish_digests = begin_digests(tensors)
     of_norms, finish_norms = _begin_norms([tensor for tensor in tensors if _has_numbers(tensor.dtype)])
@@ -203,35 +196,6 @@ def _rounded(norm: float) -> float:
     return float(f"{norm:.8e}")  # 9 digits distinguish any two fp32 numbers
 
 
-Take = Callable[[list[Section]], object]
-
-
-def gradients(phase: str, held: Sequence[hold.StateItem], reader: Reader, take: Take) -> None:
-    _begin_sections([(phase, held)], reader, take)
-
-
-def left_by_step(
-    module: nn.Module,
-    ignore: Collection[str],
-    optimizers: Sequence[torch.optim.Optimizer],
-    settings_of: Callable[[torch.optim.Optimizer], Iterable[hold.Fact]],
-    reader: Reader,
-    take: Take,
-) -> None:
-    """The settings used by a step, and the optimizer state and parameters after the step."""
-    held = [
-        ("settings", hold.optimizer_settings(optimizers, settings_of)),
-        ("optimizer", hold.optimizer_states(optimizers, module)),
-        ("parameters", hold.parameters(module, ignore)),
-    ]
-    _begin_sections([(phase, items) for phase, items in held if items], reader, take)
-
-
-def buffers(module: nn.Module, ignore: Collection[str], reader: Reader, take: Take) -> None:
-    found = hold.buffers(module, ignore, local=())
-    _begin_sections([("buffers", found)] if found else [], reader, take)
-
-
 def digest_generators(module: nn.Module) -> str:
     """16 hex digits for torch's random generators."""
     return f"{fingerprint(repr(digest_each(hold.torch_generators(module))).encode()) % 2**64:016x}"
@@ -303,8 +267,13 @@ def _kind(value: object) -> str:
     return hold.format_type(value) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _begin_sections(held: Sequence[tuple[str, Sequence[hold.StateItem]]], reader: Reader, take: Take) -> None:
-    """The sections of all phases, measured together to save calls of torch."""
+def begin_sections(
+    held: Sequence[tuple[str, Sequence[hold.StateItem]]], reader: Reader, take: Callable[[list[Section]], object]
+) -> None:
+    """Call ``take`` with a section for each phase, once ``reader`` has read the numbers from the devices.
+
+    All phases are measured together, to save calls of torch.
+    """
 
     def finish(measured: Sequence[Measured]) -> None:
         rest = iter(measured)

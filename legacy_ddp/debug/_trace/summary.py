@@ -21,7 +21,7 @@ from legacy_ddp._text import (
     wrap,
 )
 from legacy_ddp.debug._trace.read import RankTrace, Run, RunCoverage, span, spans
-from legacy_ddp.debug._trace.records import PHASE_LABELS
+from legacy_ddp.debug._trace.records import PHASE_LABELS, CallFacts
 
 JSON_FORMAT = "legacy_ddp show"
 JSON_VERSION = 1
@@ -148,8 +148,12 @@ class _Findings:
 
     def add(self, rank: int, trace: RankTrace) -> None:
         self.coverage.add(rank, trace)
-        self.waits.add(rank, trace)
-        self.times.add(rank, trace)
+        for step in trace.steps:
+            if call := trace.call(step):
+                self.waits.add(rank, step, call.seconds_waited)
+                self.times.add(rank, step, call)
+                if rank == 0:  # the sums are those of all ranks
+                    self.metrics.add(rank, step, call.metrics)
         for step, values in trace.logged.items():
             self.logged.add(rank, step, values)
         if trace.nonfinite and (first := self.coverage.nonfinite) and first[2] == rank:
@@ -158,8 +162,6 @@ class _Findings:
                 name, count = next(iter(section.nonfinite.items()))
                 self.nonfinite = NonFinite(step, phase, rank, name, count)
         if rank == 0:
-            for step in trace.steps:
-                self.metrics.add(rank, step, call.metrics if (call := trace.call(step)) else {})
             self.phases = {phase: _size_of(trace, phase) for phase in trace.phases}
             self.norms = _norms(trace)
 
@@ -195,12 +197,9 @@ class _Waits:
         # By step: the shortest wait with its rank, the longest wait, and the number of ranks.
         self._of: dict[int, tuple[tuple[float, int], float, int]] = {}
 
-    def add(self, rank: int, trace: RankTrace) -> None:
-        for step in trace.steps:
-            if call := trace.call(step):
-                waited = call.seconds_waited
-                least, longest, ranks = self._of.get(step, ((waited, rank), waited, 0))
-                self._of[step] = min(least, (waited, rank)), max(longest, waited), ranks + 1
+    def add(self, rank: int, step: int, waited: float) -> None:
+        least, longest, ranks = self._of.get(step, ((waited, rank), waited, 0))
+        self._of[step] = min(least, (waited, rank)), max(longest, waited), ranks + 1
 
     def summary(self, world_size: int) -> Waiting | None:
         """Over the steps that all ranks recorded; None for a single rank or without such steps."""
@@ -218,16 +217,14 @@ class _Times:
         # ranks, to save memory: a trace may have many steps.
         self._of: dict[int, tuple[float, array[float]]] = {}
 
-    def add(self, rank: int, trace: RankTrace) -> None:
-        """Add a rank, in ascending order. Leaves out calls without parts, from earlier versions of the format."""
-        for step in trace.steps:
-            call = trace.call(step)
-            if call is None or not call.parts.keys() >= PARTS.keys():
-                continue
-            if rank == 0:
-                self._of[step] = sum(call.parts.values()) + sum(call.seconds.values()), array("d")
-            if step in self._of:
-                self._of[step][1].extend([call.seconds_waited, *(call.parts[part] for part in PARTS)])
+    def add(self, rank: int, step: int, call: CallFacts) -> None:
+        """Ranks come in ascending order. Leaves out calls without parts, from earlier versions of the format."""
+        if not call.parts.keys() >= PARTS.keys():
+            return
+        if rank == 0:
+            self._of[step] = sum(call.parts.values()) + sum(call.seconds.values()), array("d")
+        if step in self._of:
+            self._of[step][1].extend([call.seconds_waited, *(call.parts[part] for part in PARTS)])
 
     def late_rank(self, world_size: int) -> LateRank | None:
         width = 1 + len(PARTS)
@@ -287,13 +284,12 @@ def _steps_text(found: Summary) -> str:
     return f"{span(found.steps)} ({found.recorded:,} recorded{every})"
 
 
-def _ends_text(found: Summary) -> Iterator[str]:
-    ends = list(found.ends.items())
-    for end, ranks in ends[:MAX_SIDES]:
-        group = "all ranks" if len(ranks) == found.world_size > 1 else name_ranks(ranks)
-        yield f"end: {group}: {end}"
-    if len(ends) > MAX_SIDES:
-        yield f"... {len(ends) - MAX_SIDES} more ends"
+def _ends_text(found: Summary) -> list[str]:
+    def group(ranks: list[int]) -> str:
+        return "all ranks" if len(ranks) == found.world_size > 1 else name_ranks(ranks)
+
+    ends = [f"end: {group(ranks)}: {end}" for end, ranks in found.ends.items()]
+    return first_few(ends, MAX_SIDES, "... {} more ends")
 
 
 def _size_text(found: Summary) -> str:
@@ -315,10 +311,10 @@ def _operations_text(found: Summary) -> Iterator[str]:
     number = f"{least:,}" if least == greatest else f"{least:,} to {greatest:,}"
     steps = spans([step for step, _ in found.operations])
     yield f"operations of forward and backward: {steps} ({number} a step and rank)"
-    for ranks, lacking in found.missing_operations[:MAX_SIDES]:
-        yield f"operations missing on {name_ranks(ranks)}: {spans(lacking)}"
-    if len(found.missing_operations) > MAX_SIDES:
-        yield f"... {len(found.missing_operations) - MAX_SIDES} more groups of ranks without operations of other ranks"
+    missing = [
+        f"operations missing on {name_ranks(ranks)}: {spans(lacking)}" for ranks, lacking in found.missing_operations
+    ]
+    yield from first_few(missing, MAX_SIDES, "... {} more groups of ranks without operations of other ranks")
 
 
 def _norms_text(found: Summary) -> Iterator[str]:
@@ -347,21 +343,17 @@ def _waiting_text(found: Summary) -> Iterator[str]:
         yield f"late rank: {found.late}"
 
 
-def _metrics_text(found: Summary) -> Iterator[str]:
-    for curve in found.metrics[:MAX_LINES]:
-        yield f"metric {curve.name!r}, sum over the ranks: {_ends_of_curve(curve)}"
-    yield from _more(len(found.metrics), "metrics")
+def _metrics_text(found: Summary) -> list[str]:
+    texts = [f"metric {curve.name!r}, sum over the ranks: {_ends_of_curve(curve)}" for curve in found.metrics]
+    return first_few(texts, MAX_LINES, "... {} more metrics")
 
 
-def _logged_text(found: Summary) -> Iterator[str]:
-    for curve in found.logged[:MAX_LINES]:
+def _logged_text(found: Summary) -> list[str]:
+    texts = []
+    for curve in found.logged:
         others = f" (also logged by {name_ranks(curve.ranks[1:])})" if len(curve.ranks) > 1 else ""
-        yield f"logged {curve.name!r}, rank {curve.ranks[0]}: {_ends_of_curve(curve)}{others}"
-    yield from _more(len(found.logged), "logged names")
-
-
-def _more(number: int, noun: str) -> list[str]:
-    return [f"... {number - MAX_LINES} more {noun}"] if number > MAX_LINES else []
+        texts.append(f"logged {curve.name!r}, rank {curve.ranks[0]}: {_ends_of_curve(curve)}{others}")
+    return first_few(texts, MAX_LINES, "... {} more logged names")
 
 
 def _ends_of_curve(curve: Curve) -> str:

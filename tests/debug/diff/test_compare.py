@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp.debug._trace.records import PHASES
 from tests.helpers.command import Place, compare
+from tests.helpers.recorded import PHASES
 from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, without, write_trace
 
 WORD = "ab" * 8

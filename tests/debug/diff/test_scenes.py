@@ -4,12 +4,10 @@ A change of a message by intention: `python -m tests.debug.diff.test_scenes` wri
 """
 
 import json
-import os
+import math
 from collections.abc import Callable, Sequence
 from contextlib import chdir
-from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.command import command
-from tests.helpers.operations import Operation, Value, model, numbered, operation, rewritten
+from tests.helpers.operations import Operation, model, operation, recordable, rewritten
+from tests.helpers.scenes import Scene, rewrite, texts_in
 from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, without, write_trace
 
 EXPECTED = Path(__file__).with_name("scenes.txt")
@@ -57,22 +56,11 @@ def steps(first_step: int, **changes: Any) -> Given:
 
 def with_operations(other: Sequence[Operation] | None = None) -> Given:
     """Operations of step 3, and ``other`` operations on rank 1."""
-
-    def of(step: int, rank: int) -> Sequence[Operation]:
-        return numbered(_with_digests(other if other and rank == 1 else STEP)) if step == 3 else ()
-
-    return {"operations": of}
+    return {"operations": lambda step, rank: recordable(other if other and rank == 1 else STEP) if step == 3 else ()}
 
 
-def _with_digests(sequence: Sequence[Operation]) -> list[Operation]:
-    """The operations with digests of 16 hexadecimal digits in place of short texts."""
-
-    def words(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(
-            replace(item, digest=blake2b(str(item.digest).encode(), digest_size=8).hexdigest()) for item in values
-        )
-
-    return [replace(item, inputs=words(item.inputs), outputs=words(item.outputs)) for item in sequence]
+def with_metrics(*of_steps: dict[str, float]) -> Given:
+    return {"calls": lambda step, rank: call_facts(step, rank, metrics=of_steps[step - 1])}
 
 
 def share(micro_batches: int, data: str) -> Callable[[int, int], Any]:
@@ -93,6 +81,7 @@ def own(rank: int, size: int) -> Any:
     return environment(rank, size, facts={"torch": f"2.{size}", "seed": str(rank)})
 
 
+EQUAL = {"loss": 0.1, "nan": math.nan, "inf": math.inf}
 LATER = ("local_gradients", "reduced_gradients", "settings", "optimizer", "parameters", "buffers")
 GRADIENTS = {**NAMES, "optimizer": (), "settings": ()}
 OTHER_INPUTS = (("int64 (16, 64)", WORD), ("int64 (16, 64)", f"{16 * 3 + 9:016x}"))
@@ -178,6 +167,30 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
         {"names": FOREACH, "planted": {**ONE_BY_ONE, **RATE, **planted((1, 3, "parameters"))["planted"]}},
     ),
     "metrics": ({}, calls(metrics={"loss": 1.5})),
+    "equal metrics": (with_metrics(*[EQUAL] * 5), with_metrics(*[EQUAL] * 5)),
+    "metrics with other bits": (
+        with_metrics(*[{"loss": 1.0, "k": 3.0}] * 5),
+        with_metrics(
+            *[{"loss": 1.0, "k": 3.0}] * 2,
+            {"loss": math.nextafter(1.0, 2.0), "k": 3.0},
+            {"loss": 1.0, "k": 3.0},
+            {"loss": 2.0, "k": 4.0},
+        ),
+    ),
+    **{
+        f"a metric: {a} and {b}": (with_metrics(*[a] * 5), with_metrics(*[b] * 5))
+        for a, b in (
+            ({"m": math.nan}, {"m": 1.0}),
+            ({"m": -math.inf}, {"m": math.inf}),
+            ({"m": 0.0}, {"m": -0.0}),
+            ({}, {"m": 1.0}),
+            ({"m": 1.0}, {}),
+        )
+    },
+    "metrics, other world sizes": (
+        {"world_size": 1, **with_metrics(*[{"loss": 1.0}] * 5)},
+        {"world_size": 3, **with_metrics(*[{"loss": 2.0}] * 5)},
+    ),
     "operations": (with_operations(), {**planted((1, 3, "local_gradients")), **with_operations(WRONG)}),
     "equal operations": (
         with_operations(),
@@ -494,7 +507,7 @@ def outputs(*folders: Path) -> str:
     return f"exit status {text.returncode}\n{text.stdout}{answer}\n"
 
 
-def scenes() -> dict[str, Callable[[Path], str]]:
+def scenes() -> dict[str, Scene]:
     """All scenes by name; each writes its traces below a folder."""
     pairs = {f"two runs: {name}": partial(_compared, given={"a": a, "b": b}) for name, (a, b) in TWO_RUNS.items()}
     single = {f"one run: {name}": partial(_compared, given={"run": given}) for name, given in ONE_RUN.items()}
@@ -514,23 +527,14 @@ def _harmed(harm: Callable[[Path], object], path: Path, *, beside: bool = False)
     return outputs(*folders) if beside else outputs(folders[1])
 
 
-def expected() -> dict[str, str]:
-    parts = EXPECTED.read_text(encoding="utf-8").split("=== ")[1:]
-    return {name: text for name, _, text in (part.partition("\n") for part in parts)}
-
-
 @pytest.mark.parametrize("name", scenes())
 def test_the_command_answers_as_before(tmp_path: Path, name: str) -> None:
-    assert scenes()[name](tmp_path) == expected()[name]
+    assert scenes()[name](tmp_path) == texts_in(EXPECTED)[name]
 
 
 def test_every_scene_is_tested() -> None:
-    assert [*expected()] == [*scenes()]
+    assert [*texts_in(EXPECTED)] == [*scenes()]
 
 
 if __name__ == "__main__":
-    with EXPECTED.open("w", encoding="utf-8") as file:
-        for name, scene in scenes().items():
-            with TemporaryDirectory() as folder:
-                file.write(f"=== {name}\n{scene(Path(folder))}")
-    print(f"wrote {os.path.relpath(EXPECTED)}")
+    rewrite(EXPECTED, scenes())

@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 from contextlib import suppress
-from functools import partial
 from os import sched_yield
 from pathlib import Path
 from random import Random
+from tempfile import mkdtemp
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.helpers.command import compare
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recorded import Recorded
 from tests.helpers.scripts import fork_script
+from tests.helpers.shared_jobs import once, run_cases
 
 STEPS, BATCHES = 6, 3  # per step and rank
 
@@ -73,48 +74,79 @@ def _train(
                     model.module[0].bias[1] += 1
 
 
-def _run(folder: Path, **changes: Any) -> Path:
-    run_ranks(partial(_train, folder=folder, **changes), 2)
+class Case(NamedTuple):
+    """Another training, and where the original parts from it. ``cause``: a part of the name of a cause."""
+
+    changes: dict[str, Any]
+    step: int
+    phase: str
+    name: str = ""
+    cause: str = ""
+
+
+CASES = {
+    "another seed": Case({"seed": 1}, 0, "parameters", "parameter '0.bias'", "seed"),
+    "one initial weight": Case({"nudged": True}, 0, "parameters", "parameter '3.weight'"),
+    "another order of batches": Case({"swapped_at": 4}, 4, "local_gradients", cause="data"),
+    "another micro-batch shape": Case({"split": 2}, 1, "local_gradients", cause="shape"),
+    "another rate": Case({"lr": 0.02, "lr_from": 3}, 3, "settings", "lr of parameter group 0"),
+    "another decay": Case({"weight_decay": 0.02}, 1, "settings", "weight_decay of parameter group 0"),
+    "dropout that is off": Case({"dropout": 0.0}, 1, "local_gradients"),
+    "another clip": Case({"clipped": 1e-3}, 1, "optimizer"),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "original": {},
+    "rerun": {},
+    "another number of threads": {"threads": 2},
+    "a shorter run recorded less often": {"every": 2, "steps": 4},
+    "a weight written on one rank": {"written_on": 1},
+}
+
+
+def _train_case(rank: int, folder: Path, changes: dict[str, Any]) -> None:
+    _train(rank, folder, **changes)
+
+
+@once
+def _runs(base: Path) -> Path:
+    folder = Path(mkdtemp(dir=base))
+    changes = OTHERS | {name: case.changes for name, case in CASES.items()}
+    run_cases(_train_case, 2, {name: (folder / name, of_run) for name, of_run in changes.items()})
     return folder
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(tmp_path_factory.mktemp("original") / "trace")
+@pytest.fixture
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _runs(tmp_path_factory.getbasetemp())
 
 
-def _compare(original: Path, tmp_path: Path, **changes: Any) -> Any:
-    return compare(original, _run(tmp_path / "other", **changes))
+@pytest.fixture
+def original(runs: Path) -> Path:
+    return runs / "original"
 
 
-def _place(comparison: Any) -> tuple[int, str, str, tuple[int, ...]]:
-    first = comparison.first
-    assert first is not None
-    return first.step, first.phase, first.name, first.ranks
+@pytest.mark.parametrize("name", CASES)
+def test_a_difference_shows_where_training_first_feels_it(runs: Path, original: Path, name: str) -> None:
+    case = CASES[name]
+
+    found = compare(original, runs / name)
+
+    assert (found.first.step, found.first.phase, found.first.ranks) == (case.step, case.phase, (0, 1))
+    assert case.name in ("", found.first.name)
+    assert not case.cause or case.cause in found.causes[0].what
+    # Python's own generator starts elsewhere in every process; torch's stand alike.
+    assert name == "dropout that is off" or not any("generators" in cause.what for cause in found.causes)
+    assert name != "one initial weight" or found.others == ()
 
 
-def test_an_identical_rerun_is_the_same(original: Path, tmp_path: Path) -> None:
-    comparison = _compare(original, tmp_path)
+def test_an_identical_rerun_is_the_same(runs: Path, original: Path) -> None:
+    found = compare(original, runs / "rerun")
 
-    assert (comparison.verdict, comparison.steps, comparison.causes) == ("same", (0, STEPS), ())
-
-
-def test_another_seed_shows_at_the_start(original: Path, tmp_path: Path) -> None:
-    comparison = _compare(original, tmp_path, seed=1)
-
-    assert _place(comparison) == (0, "parameters", "parameter '0.bias'", (0, 1))
-    assert "seed" in [cause.what for cause in comparison.causes]
+    assert (found.verdict, found.steps, found.causes) == ("same", (0, STEPS), ())
 
 
-def test_one_initial_weight_shows_at_the_start_with_its_name(original: Path, tmp_path: Path) -> None:
-    comparison = _compare(original, tmp_path, nudged=True)
-
-    assert _place(comparison) == (0, "parameters", "parameter '3.weight'", (0, 1))
-    assert comparison.others == ()
-
-
-def test_another_number_of_threads_is_named_whatever_it_does(original: Path, tmp_path: Path) -> None:
-    comparison = _compare(original, tmp_path, threads=2)
+def test_another_number_of_threads_is_named_whatever_it_does(runs: Path, original: Path) -> None:
+    comparison = compare(original, runs / "another number of threads")
 
     found = [cause for cause in comparison.causes if cause.what == "threads"]
     if comparison.verdict == "same":  # so small a net is computed by one thread anyway
@@ -123,58 +155,19 @@ def test_another_number_of_threads_is_named_whatever_it_does(original: Path, tmp
         assert found[0].sides == (("A", "1"), ("B", "2"))
 
 
-def test_another_order_of_batches_shows_in_the_step_in_which_it_is_read(original: Path, tmp_path: Path) -> None:
-    comparison = _compare(original, tmp_path, swapped_at=4)
-
-    step, phase, _, ranks = _place(comparison)
-    assert (step, phase, ranks) == (4, "local_gradients", (0, 1))
-    assert any("input" in cause.what or "data" in cause.what for cause in comparison.causes)
-    # Python's own generator starts elsewhere in every process; torch's stand alike.
-    assert not any("generators" in cause.what for cause in comparison.causes)
-
-
-def test_another_micro_batch_shape_is_named_first(original: Path, tmp_path: Path) -> None:
-    comparison = _compare(original, tmp_path, split=2)
-
-    assert _place(comparison)[:2] == (1, "local_gradients")
-    assert "shape" in comparison.causes[0].what
-
-
-@pytest.mark.parametrize(
-    "changes, step, name",
-    [
-        ({"lr": 0.02, "lr_from": 3}, 3, "lr of parameter group 0"),
-        ({"weight_decay": 0.02}, 1, "weight_decay of parameter group 0"),
-    ],
-)
-def test_one_hyperparameter_shows_by_name_in_the_step_that_uses_it(
-    original: Path, tmp_path: Path, changes: dict[str, Any], step: int, name: str
-) -> None:
-    assert _place(_compare(original, tmp_path, **changes)) == (step, "settings", name, (0, 1))
-
-
-def test_dropout_that_is_off_shows_in_the_first_local_gradients(original: Path, tmp_path: Path) -> None:
-    assert _place(_compare(original, tmp_path, dropout=0.0))[:2] == (1, "local_gradients")
-
-
-def test_another_clip_shows_in_the_state_of_the_optimizer(original: Path, tmp_path: Path) -> None:
-    assert _place(_compare(original, tmp_path, clipped=1e-3))[:2] == (1, "optimizer")
-
-
-def test_a_shorter_run_recorded_less_often_is_the_same_as_far_as_it_goes(original: Path, tmp_path: Path) -> None:
-    comparison = _compare(original, tmp_path, every=2, steps=4)
+def test_a_shorter_run_recorded_less_often_is_the_same_as_far_as_it_goes(runs: Path, original: Path) -> None:
+    comparison = compare(original, runs / "a shorter run recorded less often")
 
     assert (comparison.verdict, comparison.steps) == ("same", (0, 4))
     assert any("6" in note for note in comparison.notes)
 
 
-def test_a_weight_written_on_one_rank_shows_among_the_ranks_of_one_run(tmp_path: Path) -> None:
+def test_a_weight_written_on_one_rank_shows_among_the_ranks_of_one_run(runs: Path) -> None:
     """It is written after step 3 was recorded; step 4 starts from it, and its state still agrees."""
-    comparison = compare(_run(tmp_path / "trace", written_on=1))
+    first = compare(runs / "a weight written on one rank").first
 
-    step, phase, name, ranks = _place(comparison)
-    assert (step, phase, name) == (4, "parameters", "parameter '0.bias'")
-    assert ranks == (0, 1)  # two ranks: no majority
+    assert (first.step, first.phase, first.name) == (4, "parameters", "parameter '0.bias'")
+    assert first.ranks == (0, 1)  # two ranks: no majority
 
 
 def test_the_ranks_of_a_good_run_are_the_same(original: Path) -> None:
@@ -185,12 +178,10 @@ def _diff(*arguments: str) -> subprocess.CompletedProcess[str]:
     return fork_script("-m", "legacy_ddp", "diff", *arguments)
 
 
-def test_the_command_answers_with_its_exit_status(original: Path, tmp_path: Path) -> None:
-    other = _run(tmp_path / "other", lr=0.02)
-
+def test_the_command_answers_with_its_exit_status(runs: Path, original: Path, tmp_path: Path) -> None:
     same, different, unknown = (
         _diff(str(original), str(original)),
-        _diff(str(original), str(other)),
+        _diff(str(original), str(runs / "another rate")),
         _diff(str(original), str(tmp_path / "none")),
     )
 

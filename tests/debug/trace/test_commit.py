@@ -3,19 +3,40 @@
 import os
 import subprocess
 import time
+from contextlib import chdir
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from torch import nn
 
-from legacy_ddp.debug._trace import environment
-from legacy_ddp.debug._trace.environment import UNKNOWN, commit_of, describe_package
+import legacy_ddp
+from legacy_ddp.debug import Recorder
+from tests.helpers import logged_warnings
+from tests.helpers.recorded import Recorded
 
+pytestmark = pytest.mark.usefixtures("alone")
+UNKNOWN = "not known"
 _IDENTITY = ("-c", "user.name=n", "-c", "user.email=n@example.org")
 
 
 def _git(folder: Path, *arguments: str) -> str:
     run = subprocess.run(["git", *_IDENTITY, *arguments], cwd=folder, capture_output=True, text=True, check=True)
     return run.stdout.strip()
+
+
+def _facts(folder: Path) -> dict[str, str]:
+    """The environment that a recorder writes in a process with this working directory."""
+    with TemporaryDirectory() as trace:
+        with chdir(folder), Recorder(nn.Linear(1, 1), trace):
+            pass
+        logged_warnings.take()  # it holds no step
+        facts: dict[str, str] = Recorded(Path(trace)).environment.facts
+    return facts
+
+
+def commit_of(folder: Path) -> str:
+    return _facts(folder)["commit"]
 
 
 @pytest.fixture
@@ -62,17 +83,22 @@ def test_a_changed_file_is_told_and_an_untracked_file_is_not(repository: Path, *
     assert commit_of(repository) == f"{head}, modified"
 
 
-def test_two_checkouts_of_the_library_are_told_apart_and_an_installed_package_has_no_commit(repository: Path) -> None:
-    head = _git(repository, "rev-parse", "HEAD")
+def test_two_checkouts_of_the_library_are_told_apart_and_an_installed_package_has_no_commit(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(of: Path) -> str:
+        monkeypatch.setattr(legacy_ddp, "__file__", str(of / "legacy_ddp/__init__.py"))
+        return _facts(repository)["legacy_ddp"]
+
+    head, plain = _git(repository, "rev-parse", "HEAD"), legacy_ddp.__version__
     installed = repository / "venv" / "site-packages"
     installed.mkdir(parents=True)
 
-    assert describe_package("1.2.0", repository) == f"1.2.0, commit {head}"
-    assert describe_package("1.2.0", installed) == "1.2.0"
+    assert [version(repository), version(installed)] == [f"{plain}, commit {head}", plain]
     (repository / "file").write_text("two")
-    assert describe_package("1.2.0", repository) == f"1.2.0, commit {head}, modified"
+    assert version(repository) == f"{plain}, commit {head}, modified"
     _git(repository, "worktree", "add", "--quiet", "-b", "other", "../worktree")
-    assert describe_package("1.2.0", repository.parent / "worktree") == f"1.2.0, commit {head}"
+    assert version(repository.parent / "worktree") == f"{plain}, commit {head}"
 
 
 def test_the_repository_is_only_read(repository: Path) -> None:
@@ -89,7 +115,6 @@ def test_the_repository_is_only_read(repository: Path) -> None:
 
 def test_without_a_repository_or_a_commit_the_commit_is_not_known(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == UNKNOWN
-    assert commit_of(tmp_path / "missing") == UNKNOWN
     _git(tmp_path, "init", "--quiet")
     assert commit_of(tmp_path) == UNKNOWN
 
@@ -108,7 +133,7 @@ def test_a_git_that_does_not_answer_is_not_waited_for(
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(environment, "_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(legacy_ddp, "__file__", str(tmp_path / "legacy_ddp/__init__.py"))  # one git, not two
 
     start = time.monotonic()
     assert commit_of(repository) == UNKNOWN

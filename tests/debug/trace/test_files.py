@@ -1,18 +1,22 @@
-"""Files of a rank after cuts, damage and repetition: whole lines are read, damaged lines are refused."""
+"""Files of a rank: read as written; after cuts, damage and repetition; with lines that no recorder writes."""
 
 import gzip
+import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._errors import TraceError
+from legacy_ddp import TraceError
+from legacy_ddp.debug._operations.operation import Operation, Value
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import PHASES, Names, Section, Values, Writer
+from legacy_ddp.debug._trace.records import PHASES, Names, Section, Values, Writer, declaration_of, digests_of, encode
+from tests.helpers.operations import operation
 from tests.helpers.trace_scenarios import (
     Scenario,
     contents_of,
@@ -31,6 +35,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A small trace of one rank."""
     folder = write_trace(tmp_path_factory.mktemp("whole"), world_size=1, steps=2)
     return (folder / "rank-00000.jsonl").read_bytes()
+
+
+# --- whole -----------------------------------------------------------------------------------------------------------
+
+
+@given(scenarios())
+def test_a_rank_reads_as_it_was_written(scenario: Scenario) -> None:
+    with temporary_folder() as folder:
+        path, _ = write_scenario(scenario, folder)
+        with RankTrace(path) as trace:
+            assert trace.environment == scenario.environment
+            assert contents_of(trace) == held(scenario.events)
+            assert list(trace.steps) == sorted({step for step, _ in scenario.events})
+            assert (trace.damage, trace.torn, trace.end) == ("", False, scenario.end or "")
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -161,14 +179,6 @@ def test_lines_that_moved_or_are_missing_are_damage(whole: bytes, data: st.DataO
     _assert_honest(whole, b"".join(lines))
 
 
-@pytest.mark.parametrize("kind", [b"names", b"values", b"call", b"end"])
-def test_a_line_that_comes_twice_is_damage(whole: bytes, kind: bytes) -> None:
-    lines = lines_of(whole)
-    last = max(number for number, line in enumerate(lines) if line.startswith(b'{"line":"' + kind))
-    with trace_of(b"".join([*lines, lines[last]])) as trace:
-        assert trace.damage == f"line {len(lines) + 1}: it was written as line {last + 1}"
-
-
 def test_a_line_that_follows_the_end_is_damage(whole: bytes) -> None:
     number = len(lines_of(whole)) + 1
     with trace_of(whole + sealed(b'{"line":"end","step":2,"reason":"closed"', number)) as trace:
@@ -184,12 +194,13 @@ def test_a_second_trace_in_the_same_file_is_damage(tmp_path: Path, ended: bool) 
         assert list(trace.steps) == [0, 1, 2]
 
 
-def test_a_step_that_comes_again_is_damage(whole: bytes) -> None:
+@pytest.mark.parametrize("step", [0, 2])  # the first step, and another line of the last step
+def test_a_step_that_comes_again_is_damage(whole: bytes, step: int) -> None:
     lines = lines_of(whole)[:-1]
-    first = next(line for line in lines if line.startswith(b'{"line":"values"'))
+    again = next(line for line in lines if line.startswith(b'{"line":"values","step":%d,' % step))
     number = len(lines) + 1
-    with trace_of(b"".join([*lines, sealed(first.rpartition(b',"at":')[0], number)])) as trace:
-        assert trace.damage == f"line {number}: step 0 comes again; are these two runs in one file?"
+    with trace_of(b"".join([*lines, sealed(again.rpartition(b',"at":')[0], number)])) as trace:
+        assert trace.damage == f"line {number}: step {step} comes again; are these two runs in one file?"
 
 
 @pytest.mark.parametrize(
@@ -209,6 +220,68 @@ def test_a_step_that_comes_again_is_damage(whole: bytes) -> None:
 def test_what_is_no_trace_is_refused(whole: bytes, made: Callable[[bytes], bytes], what: str) -> None:
     with pytest.raises(TraceError, match=f"rank-00000.jsonl:? {what}"), trace_of(made(whole)):
         pass
+
+
+@pytest.mark.parametrize(
+    "changes, what",
+    [
+        (
+            {"version": 5},
+            " is of another version: got 5, expected 1, 2, 3 or 4; read it with the legacy_ddp that wrote it",
+        ),
+        ({"format": "other"}, " is no trace: got a first line of another kind, expected one of format"),
+        ({"facts": None}, ": line 1 is damaged: it has contents that no recorder writes"),
+    ],
+)
+def test_a_first_line_of_another_kind_is_refused(changes: dict[str, Any], what: str) -> None:
+    members = {**environment(0, 1).to_json(), **changes}
+    line = encode({name: value for name, value in members.items() if value is not None}, 1)
+
+    with pytest.raises(TraceError, match=f"rank-00000.jsonl{what}"), trace_of(line):
+        pass
+
+
+def test_no_line_says_nan_which_json_lacks() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode({"a": float("nan")}, 1)
+
+
+LINE = b'{"line":"values","step":1,"phase":"buffers","names":0,"words":["a"],"norms":[null],"nonfinite":[]'
+
+
+@pytest.mark.parametrize(
+    "body, what",
+    [
+        (LINE.replace(b'"names":0', b'"names":1'), "line 3: it has contents that no recorder writes"),
+        (LINE.replace(b"buffers", b"settings"), "line 3: it has contents that no recorder writes"),
+        (LINE.replace(b'"step":1', b'"step":-1'), "line 3: it is of a kind that no recorder writes"),
+        (b'{"line":"lunch"', "line 3: it is of a kind that no recorder writes"),
+        (b"[1", r"line 3: it has contents that no recorder writes \(JSONDecodeError: "),
+        (b'{"a":' + b"[" * 200_000, r"line 3: it has contents that no recorder writes \(RecursionError: "),
+        (
+            b'{"line":"names","number":1,"phase":"lunch","names":[],"kinds":[]',
+            "line 3: it has contents that no recorder",
+        ),
+        (b'{"line":"names","number":1,"phase":"buffers"', "line 3: it has contents that no recorder writes"),
+        (b'{"line":"log","step":1,"values":[1]', "line 3: it has contents that no recorder writes"),
+        (b'{"line":"end","step":1', r"line 3: it has contents that no recorder writes \(KeyError: 'reason'\)"),
+        (LINE.replace(b',"norms":[null]', b""), "a line of step 1 cannot be read: it has contents that no recorder"),
+        (LINE.replace(b'["a"]', b"null"), "a line of step 1 cannot be read: it has contents that no recorder"),
+        (b'{"line":"call","step":1,"x":0', "a line of step 1 cannot be read: it has contents that no recorder"),
+    ],
+)
+def test_contents_that_no_recorder_writes_are_reported_whatever_their_checksum(body: bytes, what: str) -> None:
+    before = [environment(0, 1).to_json(), {"line": "names", "number": 0, **vars(Names("buffers", ("x",), ("",)))}]
+    data = b"".join(encode(members, at) for at, members in enumerate(before, start=1)) + sealed(body, 3)
+
+    try:
+        with trace_of(data) as trace:
+            contents_of(trace)
+            found = trace.damage
+    except TraceError as error:
+        found = str(error)
+
+    assert re.search(what, found)
 
 
 def test_a_huge_file_of_one_line_is_refused_without_reading_it(tmp_path: Path) -> None:
@@ -252,8 +325,88 @@ def test_a_line_that_changes_after_it_was_scanned_is_refused(tmp_path: Path) -> 
             trace.section(1, "buffers")
 
 
+def test_a_scan_up_to_a_step_ends_with_the_next_one(tmp_path: Path) -> None:
+    with RankTrace(write_trace(tmp_path, steps=50) / "rank-00000.jsonl", until=3) as trace:
+        assert list(trace.steps) == [0, 1, 2, 3, 4]
+        assert trace.section(3, "buffers") is not None
+        assert (trace.damage, trace.end) == ("", "")
+
+
 def _one_section(folder: Path) -> Path:
     writer = Writer(folder, environment(0, 1))
     writer.section(1, section(0, 1, "buffers", ("buffer 'mean'",), "float32 (2,)", {}))
     writer.close(1, "closed")
     return writer.path
+
+
+# --- operations ------------------------------------------------------------------------------------------------------
+
+DIGESTS = st.integers(0, 2**64 - 1).map("{:016x}".format)
+VALUES = st.builds(Value, st.sampled_from(["float32 (8, 10)", "int64 ()"]), st.text(max_size=9), st.none() | DIGESTS)
+NAMED_INPUTS = st.lists(st.tuples(st.text(max_size=9), VALUES), max_size=3)
+OPERATIONS = st.builds(
+    lambda named, **given: Operation(
+        **given, parameters=tuple([name for name, _ in named]), inputs=tuple([value for _, value in named])
+    ),
+    named=NAMED_INPUTS,
+    name=st.sampled_from(["aten::mm", "aten::add.Tensor", "own::op"]),
+    stage=st.sampled_from(["forward", "backward"]),
+    micro_batch=st.integers(0, 3),
+    module=st.text(max_size=9),
+    outputs=st.lists(VALUES, max_size=3).map(tuple),
+    settings=st.text(max_size=9),
+    generator=st.just("") | DIGESTS,
+)
+
+
+ONE = operation("mm", ["0" * 16] * 2, ["0" * 16])
+
+
+def write(folder: Path, steps: dict[int, Sequence[Operation]]) -> Path:
+    writer = Writer(folder, environment(0, 1))
+    for step, operations in steps.items():
+        writer.operations(step, operations)
+    writer.close(max(steps), "closed")
+    return writer.path
+
+
+@given(steps=st.dictionaries(st.integers(1, 9), st.lists(OPERATIONS, min_size=1, max_size=6), min_size=1))
+def test_operations_are_read_as_written(steps: dict[int, list[Operation]], tmp_path_factory: Any) -> None:
+    path = write(tmp_path_factory.mktemp("trace"), dict(sorted(steps.items())))
+
+    with RankTrace(path) as trace:
+        assert trace.damage == ""
+        assert {step: list(trace.operations(step)) for step in trace.steps} == steps
+        assert trace.operation_counts == {step: len(found) for step, found in steps.items()}
+        assert trace.operations(10) == ()
+
+
+@pytest.mark.parametrize("numbers, digests", [([0], "0" * 16), ([7], "0" * 48)])
+def test_operations_that_no_recorder_writes_are_an_error_of_their_step(
+    numbers: list[int], digests: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, {1: [ONE]})
+    kept = path.read_bytes().partition(b'{"line":"operations"')[0]
+    members = {"line": "operations", "step": 1, "micro_batch": 1, "numbers": numbers, "digests": digests}
+    path.write_bytes(kept + encode(members, kept.count(b"\n") + 1))
+
+    with RankTrace(path) as trace, pytest.raises(TraceError, match="a line of step 1 cannot be read: it has contents"):
+        trace.operations(1)
+
+
+def test_a_torn_line_of_operations_ends_the_trace_before_its_step(tmp_path: Path) -> None:
+    path = write(tmp_path, {1: [ONE], 2: [ONE] * 5})
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b'"step":2') + 60])
+
+    with RankTrace(path) as trace:
+        assert (trace.torn, list(trace.steps), trace.operation_counts) == (True, [1], {1: 1})
+
+
+def test_digests_are_in_the_order_of_inputs_outputs_and_generator() -> None:
+    first, second, third, fourth = (f"{number:016x}" for number in range(4))
+    values = [Value("float32 ()", "", digest) for digest in (first, None, second, third)]
+    drawn = Operation("aten::bernoulli", "forward", 1, "", (), tuple(values[:2]), tuple(values[2:]), "", fourth)
+
+    assert digests_of(drawn) == first + second + third + fourth
+    assert declaration_of(drawn).digested == (True, False, True, True)
