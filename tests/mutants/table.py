@@ -1090,8 +1090,8 @@ PORTS = (
     ),
     Mutant(
         "a copy of gradients counts as the gradients",
-        "calls=frozenset(_SHAPE - _COPIES)",
-        "calls=frozenset(_SHAPE)",
+        "calls=frozenset(SHAPE - _COPIES)",
+        "calls=frozenset(SHAPE)",
         f"{_BY_HAND} -k about_something_else",
     ),
     Mutant(

@@ -29,25 +29,6 @@ from legacy_ddp.debug._port.steps import (
 _OURS = "LegacyDistributedDataParallel"
 _IMPORT = f"from legacy_ddp import {_OURS}"
 _FUNCTION = "all_reduce_gradients"
-_MIGRATION, _COMPATIBILITY = "docs/migration.md", "docs/compatibility.md"
-PAGES = {
-    "call": f"{_MIGRATION}#the-place-of-the-call",
-    "files": f"{_MIGRATION}#a-script-in-several-files",
-    "backwards": f"{_MIGRATION}#two-backward-passes-in-a-step-a-gan",
-    "wrappers": f"{_MIGRATION}#several-wrappers",
-    "accumulation": f"{_MIGRATION}#accumulation",
-    "arguments": f"{_MIGRATION}#arguments-and-members",
-    "buffers": f"{_MIGRATION}#buffers-of-each-rank",
-    "evaluation": f"{_MIGRATION}#batchnorm-and-evaluation",
-    "statistics": f"{_MIGRATION}#statistics-that-are-averaged-or-copied",
-    "hand": f"{_MIGRATION}#average-gradients-by-hand",
-    "sampler": "docs/tutorial/whole-script.md#epochs-sampler-and-seeds",
-    "class": f"{_MIGRATION}#the-class-in-other-places",
-    "hooks": f"{_COMPATIBILITY}#communication-hooks-uneven-inputs",
-    "autograd": f"{_COMPATIBILITY}#modules-and-autograd",
-    "checkpoints": f"{_COMPATIBILITY}#groups-checkpoints-data",
-    "members": f"{_COMPATIBILITY}#not-here-and-why",
-}
 _MOVE = "torch DDP moves batches to the device, this wrapper does not"
 _ANY_GRAPH = "no hook in backward waits for a parameter, so each step may use different ones"
 _NO_OVERLAP = "it tunes the overlap with backward, and there is no overlap"
@@ -104,7 +85,7 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Changes, a remark, or both. ``page``: a key of ``PAGES``. ``is_open``: the user decides."""
+    """Changes, a remark, or both. ``page``: a key of ``PAGES`` in :mod:`port`. ``is_open``: the user decides."""
 
     line: int
     page: str
@@ -185,9 +166,9 @@ def _on_optimizers(wrappers: Wrappers, others: OtherFiles) -> Iterator[Finding]:
         yield Finding(call.lineno, "hand", _text_of_optimizer(name, call, ""))
     steps = [] if wrappers.made else find_steps(script)
     if steps:
-        for file in others.files_of_two_levels(script, "torch.distributed"):
-            for name, call in reducing_optimizers(file.script):
-                yield Finding(steps[0].backwards[0].lineno, "hand", _text_of_optimizer(name, call, str(file.path)))
+        for path, other in others.files_of_two_levels(script, "torch.distributed"):
+            for name, call in reducing_optimizers(other):
+                yield Finding(steps[0].backwards[0].lineno, "hand", _text_of_optimizer(name, call, path))
 
 
 def _text_of_optimizer(name: str, call: ast.Call, file: str) -> str:

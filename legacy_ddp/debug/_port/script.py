@@ -241,14 +241,6 @@ class Script:
         return "\n"
 
 
-@dataclass(frozen=True)
-class OtherFile:
-    """A file that a script imports; ``path`` is relative to the script."""
-
-    path: Path
-    script: Script
-
-
 class OtherFiles:
     """The files that a script imports from its folder, or from one of the folders around it."""
 
@@ -262,14 +254,17 @@ class OtherFiles:
         found = [file for name in [*plain, *script.imports.values()] for file in self._files(name)]
         return [*dict.fromkeys(found)]
 
-    def files_of_two_levels(self, script: Script, text: str) -> Iterator[OtherFile]:
-        """The files that contain ``text``, among those that a script imports and those that these import."""
+    def files_of_two_levels(self, script: Script, text: str) -> Iterator[tuple[str, Script]]:
+        """The files that contain ``text``, among those that a script imports and those that these import.
+
+        Each with its path from the folder of the script.
+        """
         near = self.files(script)
         far = [file for path in near if (other := self.read(path)) for file in self.files(other)]
         for path in dict.fromkeys([*near, *far]):
             with suppress(OSError, UnicodeDecodeError):
                 if text in path.read_text(encoding="utf-8") and (found := self.read(path)):
-                    yield OtherFile(Path(os.path.relpath(path, self._folders[0])), found)
+                    yield os.path.relpath(path, self._folders[0]), found
 
     def script(self, module: str) -> Script | None:
         """The script of a module by its full name; None if there is no file, or no script in it."""
