@@ -136,9 +136,10 @@ def render(runs: Sequence[Run], comparison: Comparison) -> str:
 
 def draw_charts(series: Series, labels: Sequence[str]) -> list[Chart]:
     steps = {int(step) for calls in series.calls for step in calls.steps}
-    first = series.parameters.grid
-    grid = Grid.of(steps, [first.first])  # equal columns in all charts, unless rank 0 lacks steps of other ranks
-    axis = Axis(min(first.left, grid.left), max(first.right, grid.right))
+    parameters = series.parameters.grid
+    # Equal columns in all charts, unless rank 0 lacks steps of other ranks.
+    grid = Grid.of(steps, [parameters.first])
+    axis = Axis(min(parameters.left, grid.left), max(parameters.right, grid.right))
     return [
         *metric_charts(axis, series.metrics, series.calls, labels),
         parameter_chart(axis, series),

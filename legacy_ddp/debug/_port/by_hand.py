@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeGuard
 
-from legacy_ddp.debug._port.gradients import ALIASES, SHAPE, Gradients, has_grad, items, own_nodes, root
+from legacy_ddp.debug._port.gradients import ALIASES, SHAPE, WRITERS, Gradients, has_grad, is_optimizer, items, root
 from legacy_ddp.debug._port.script import (
     Block,
     Functions,
@@ -31,13 +31,9 @@ _PLAIN |= {"mul_", "named_parameters", "no_grad", "numel", "parameters", "range"
 _METHODS_THAT_CAST = ("float", "int")
 _STATEMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.For | ast.If | ast.With | ast.Pass
 _STATEMENTS |= ast.Continue | ast.Return
-_REDUCING = re.compile(r"torch\.distributed\.(all_reduce|reduce_scatter|reduce)(_\w+)?")
 # Names of divisors that are the number of ranks: for certain, and probably.
 _WORLD_SIZE = re.compile(r"(?i)(.*\W)?\w*world_?size(\(.*\))?|os\.(getenv|environ)\W.*WORLD_SIZE.*")
 _COUNT = re.compile(r"(?i)(.*\W)?\w*(num_?(procs?|processes|gpus?|ranks|replicas)|n_?(gpus?|procs?|ranks?))(\(.*\))?")
-# Functions of other files that seem to average gradients.
-_BY_NAME = re.compile(r"(?i)(?!.*(no_sync|clip))(?=.*grad)(?=.*(av(era)?g|mean|reduce|sync)).*|(all_?)?reduce_param.*")
-_WRITERS = ("append", "extend", "copy_", "div_", "mul_")
 # A divisor with one of these, such as `4 * world_size`, is not the number of ranks.
 _ARITHMETIC = ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.Compare | ast.IfExp
 _HOOKS = ("queue_callback", "register_hook", "register_post_accumulate_grad_hook")
@@ -61,14 +57,28 @@ class Average:
     divisor: str = ""  # probably the number of ranks
 
     @property
-    def lines(self) -> str:
-        first, last = self.statements[0].lineno, self.statements[-1].end_lineno
-        return f"line {first} reduces" if first == last else f"lines {first} to {last} reduce"
-
-    @property
     def replacement(self) -> str:
         """The new call without the name of its function."""
         return f"({self.source or 'module'}{f', process_group={self.group}' if self.group else ''})"
+
+    def text(self, call: str, problem: str) -> str:
+        """The remark about the lines. ``call``: the new call. ``problem``: why it does not replace them, or empty."""
+        first, last = self.statements[0].lineno, self.statements[-1].end_lineno
+        lines = f"line {first} reduces" if first == last else f"lines {first} to {last} reduce"
+        text = f"{lines} gradients by hand"
+        if problem:
+            return (
+                f"{text}, {problem}; {call} takes the place of the collective and of a division by the number of ranks"
+            )
+        text += f"; {call} takes their place"
+        if self.divisor:
+            text += f"; they divide by {self.divisor}, and the call by the number of ranks"
+        if self.divides_first:
+            text += "; they divide before the sum, which may round differently"
+        if self.helper is not None:
+            name, begin, end = (getattr(self.helper, field) for field in ("name", "lineno", "end_lineno"))
+            text += f"; delete {name}() in lines {begin} to {end}, if nothing else calls it"
+        return text
 
 
 @dataclass(frozen=True)
@@ -89,56 +99,6 @@ def find_averages(script: Script, others: OtherFiles) -> list[Average]:
     calls = [call for call in script.calls if not is_optimizer(script, script.class_of(call))]
     found = [_Search(script, others, call, *gradients(script.scope(call))).average() for call in calls]
     return [average for average in found if average]
-
-
-def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
-    """The classes of optimizers that reduce gradients themselves, each with its first collective for gradients."""
-    found: dict[str, ast.Call] = {}
-    for call in collectives(script):
-        home, scope = script.class_of(call), script.scope(call)
-        named = {name for name in script.bound if "grad" in name and any(at is scope for at, _ in script.bound[name])}
-        gradients = Gradients(frozenset(named)).of(scope)
-        if is_optimizer(script, home) and any(map(gradients.carries, values_given(call))):
-            found.setdefault(getattr(home, "name", ""), call)
-    return [*found.items()]
-
-
-def is_optimizer(script: Script, node: ast.AST) -> bool:
-    """Whether a class of the script is an optimizer, by its name or those of its bases."""
-    return isinstance(node, ast.ClassDef) and any(map(script.is_optimizer_class, [ast.Name(node.name), *node.bases]))
-
-
-def unknown_helpers(script: Script) -> Iterator[ast.Call]:
-    """The calls of functions of other files that seem to average gradients, by their names or their arguments."""
-    own = {function.name for function in script.functions}
-    for call in script.calls:
-        name = called_name(call)
-        if name in own or script.dotted(call.func).startswith("torch."):
-            continue
-        gets_gradients = re.search("(?i)reduce|average|sync", name) and any(
-            map(Gradients().of(script.scope(call)).carries, values_given(call))
-        )
-        if _BY_NAME.fullmatch(name) or gets_gradients:
-            yield call
-
-
-def collectives(script: Script) -> list[ast.Call]:
-    """The calls of a script that add, or average, over the ranks."""
-    return [call for call in script.calls if _REDUCING.fullmatch(script.dotted(call.func))]
-
-
-def unclear_sums(script: Script) -> list[ast.Call]:
-    """The collectives in functions that also write into ``.grad``: perhaps they are for gradients."""
-    return [call for call in collectives(script) if any(map(_writes_grad, own_nodes(script.scope(call))))]
-
-
-def _writes_grad(node: ast.AST) -> bool:
-    if isinstance(node, ast.Assign | ast.AugAssign):
-        return any(map(has_grad, node.targets if isinstance(node, ast.Assign) else [node.target]))
-    if isinstance(node, ast.Call):
-        is_written = called_name(node) in _WRITERS and has_grad(node.func)
-        return is_written or (called_name(node) == "vector_to_parameters" and has_grad(node))
-    return False
 
 
 def summarise(script: Script, nodes: list[ast.AST], gradients: Gradients) -> Sum:
@@ -508,7 +468,7 @@ def _mutated(statements: list[ast.stmt]) -> set[str]:
         written: ast.expr | None = None
         if isinstance(node, ast.AugAssign):
             written = node.target
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and called_name(node) in _WRITERS:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and called_name(node) in WRITERS:
             written = node.func.value
         if written is not None and not has_grad(written):
             found.add(root(written))

@@ -1,16 +1,22 @@
-"""The variables and expressions of a function that hold gradients, in any shape, divided or not."""
+"""Gradients in a script: the variables that hold them, and the calls that reduce them, or seem to."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from legacy_ddp.debug._port.script import Functions, called_name, pairs
+from legacy_ddp.debug._port.script import Functions, Script, called_name, pairs, values_given
 
 # Calls that change the shape of gradients, but no value.
 SHAPE = {"_flatten_dense_tensors", "_unflatten_dense_tensors", "append", "cat", "clone", "contiguous", "detach"}
 SHAPE |= {"extend", "flatten", "list", "narrow", "ravel", "reshape", "reshape_as", "split", "squeeze", "stack"}
 SHAPE |= {"tuple", "unsqueeze", "view", "view_as", "zip"}
 _COPIES = {"_flatten_dense_tensors", "cat", "clone", "contiguous", "flatten", "ravel", "reshape", "stack"}
+# Methods that change their variable, or put something into it.
+WRITERS = ("append", "extend", "copy_", "div_", "mul_")
+_REDUCING = re.compile(r"torch\.distributed\.(all_reduce|reduce_scatter|reduce)(_\w+)?")
+# Functions of other files that seem to average gradients.
+_BY_NAME = re.compile(r"(?i)(?!.*(no_sync|clip))(?=.*grad)(?=.*(av(era)?g|mean|reduce|sync)).*|(all_?)?reduce_param.*")
 
 
 @dataclass(frozen=True)
@@ -101,3 +107,53 @@ def root(node: ast.expr) -> str:
 
 def has_grad(node: ast.AST) -> bool:
     return any(isinstance(at, ast.Attribute) and at.attr == "grad" for at in ast.walk(node))
+
+
+def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
+    """The classes of optimizers that reduce gradients themselves, each with its first collective for gradients."""
+    found: dict[str, ast.Call] = {}
+    for call in collectives(script):
+        home, scope = script.class_of(call), script.scope(call)
+        named = {name for name in script.bound if "grad" in name and any(at is scope for at, _ in script.bound[name])}
+        gradients = Gradients(frozenset(named)).of(scope)
+        if is_optimizer(script, home) and any(map(gradients.carries, values_given(call))):
+            found.setdefault(getattr(home, "name", ""), call)
+    return [*found.items()]
+
+
+def is_optimizer(script: Script, node: ast.AST) -> bool:
+    """Whether a class of the script is an optimizer, by its name or those of its bases."""
+    return isinstance(node, ast.ClassDef) and any(map(script.is_optimizer_class, [ast.Name(node.name), *node.bases]))
+
+
+def unknown_helpers(script: Script) -> Iterator[ast.Call]:
+    """The calls of functions of other files that seem to average gradients, by their names or their arguments."""
+    own = {function.name for function in script.functions}
+    for call in script.calls:
+        name = called_name(call)
+        if name in own or script.dotted(call.func).startswith("torch."):
+            continue
+        gets_gradients = re.search("(?i)reduce|average|sync", name) and any(
+            map(Gradients().of(script.scope(call)).carries, values_given(call))
+        )
+        if _BY_NAME.fullmatch(name) or gets_gradients:
+            yield call
+
+
+def collectives(script: Script) -> list[ast.Call]:
+    """The calls of a script that add, or average, over the ranks."""
+    return [call for call in script.calls if _REDUCING.fullmatch(script.dotted(call.func))]
+
+
+def unclear_sums(script: Script) -> list[ast.Call]:
+    """The collectives in functions that also write into ``.grad``: perhaps they are for gradients."""
+    return [call for call in collectives(script) if any(map(_writes_grad, own_nodes(script.scope(call))))]
+
+
+def _writes_grad(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        return any(map(has_grad, node.targets if isinstance(node, ast.Assign) else [node.target]))
+    if isinstance(node, ast.Call):
+        is_written = called_name(node) in WRITERS and has_grad(node.func)
+        return is_written or (called_name(node) == "vector_to_parameters" and has_grad(node))
+    return False

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from legacy_ddp._text import printable, wrap
-from legacy_ddp.debug._port.by_hand import collectives
 from legacy_ddp.debug._port.findings import Finding, find
+from legacy_ddp.debug._port.gradients import collectives
 from legacy_ddp.debug._port.script import Edit, OtherFiles, Script, ScriptError
 
 _BYTE_ORDER_MARK = "\ufeff"

@@ -127,6 +127,22 @@ class Script:
     def is_ddp_import(self, node: ast.ImportFrom, alias: ast.alias) -> bool:
         return f"{node.module}.{alias.name}" in _CLASSES
 
+    def is_type(self, node: ast.AST) -> bool:
+        """Whether a class stands in an annotation, a comparison, or a test such as ``isinstance()``."""
+        parent = self.parent(node)
+        if isinstance(parent, ast.Tuple | ast.Subscript | ast.BinOp):
+            return self.is_type(parent)
+        if isinstance(parent, ast.Call):
+            return called_name(parent) in ("isinstance", "issubclass")
+        is_annotation = node in (getattr(parent, "annotation", None), getattr(parent, "returns", None))
+        return is_annotation or isinstance(parent, ast.Compare)
+
+    @property
+    def indentation(self) -> str:
+        """That of the first block."""
+        found = re.search(r":[ \t]*(?:#.*)?\r?\n(\t| {2,4})\S", self.text)
+        return found[1] if found else "    "
+
     def _imported_names(self) -> Iterator[tuple[str, str]]:
         for node, alias in self.imported_from:
             yield alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}"
@@ -172,6 +188,14 @@ class Script:
 
     def replacement(self, node: Located, text: str) -> Edit:
         return Edit(self.start(node), self.end(node), text)
+
+    def new_import(self, line: str) -> Edit:
+        """The edit that writes an import behind the first imports."""
+        body = self.tree.body
+        count = int(ast.get_docstring(self.tree) is not None)
+        while count < len(body) and isinstance(body[count], ast.Import | ast.ImportFrom):
+            count += 1
+        return self.insertion(body[max(count - 1, 0)], [line], is_before=count == 0)
 
     def insertion(self, statement: ast.stmt, lines: list[str], *, is_before: bool) -> Edit:
         """The edit that writes ``lines`` before or after a statement, with its indentation."""
