@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_train_lm_says_one_line_on_stdout_and_progress_of_one_rank_on_stderr(und
     assert _checkpoints(folder) == ["step-00000002.pt", "step-00000004.pt"]
 
 
+@pytest.mark.thorough
 def test_a_rank_may_have_no_window_to_evaluate() -> None:
     result = example(2, "train_lm.py", "--steps", "1", "--batch-size", "4", "--held-out", "1")
 
@@ -107,6 +109,7 @@ def test_train_lm_resumes_to_the_same_bits(undisturbed: Any, tmp_path: Path) -> 
     assert world_size == 1 or not torch.equal(after["random"][0]["cpu"], after["random"][1]["cpu"])
 
 
+@pytest.mark.thorough  # make test compares the checkpoints of a resumed run, and small traces of one
 def test_train_lm_that_was_resumed_is_the_same_run_to_the_last_bit_of_its_trace(
     undisturbed: Any, tmp_path: Path
 ) -> None:
@@ -226,6 +229,17 @@ def test_ctrl_c_ends_train_lm_without_a_traceback() -> None:
     assert (output, "Traceback" in errors, errors.splitlines()[-1]) == ("", False, "interrupted")
 
 
+def _leave(check: Callable[[], None]) -> tuple[int | str | None, str]:
+    """The exit status of a check, and what it wrote to stderr."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            check()
+    except SystemExit as leaving:
+        return leaving.code, errors.getvalue()
+    return 0, errors.getvalue()
+
+
 def _replica_check(rank: int, guilty: int | None) -> tuple[int | str | None, str]:
     torch.manual_seed(rank)  # weights differ until they are broadcast
     module = nn.Linear(3, 2)
@@ -233,13 +247,7 @@ def _replica_check(rank: int, guilty: int | None) -> tuple[int | str | None, str
         dist.broadcast(parameter.data, src=0)
     if rank == guilty:
         module.bias.data.view(torch.int32)[1] ^= 1  # the last bit of one weight
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            _ranks.require_identical_replicas(module)
-    except SystemExit as leaving:
-        return leaving.code, errors.getvalue()
-    return 0, errors.getvalue()
+    return _leave(lambda: _ranks.require_identical_replicas(module))
 
 
 @pytest.mark.parametrize("guilty,sides", [thorough(0, "rank 0 against ranks 1-2"), (2, "rank 2 against ranks 0-1")])
@@ -258,13 +266,7 @@ def test_identical_replicas_pass_in_silence() -> None:
 
 
 def _settings_check(rank: int) -> tuple[int | str | None, str]:
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            _ranks.require_equal_settings({"--seed": 0, "text": "abc" if rank == 0 else "xyz"})
-    except SystemExit as leaving:
-        return leaving.code, errors.getvalue()
-    return 0, errors.getvalue()
+    return _leave(lambda: _ranks.require_equal_settings({"--seed": 0, "text": "abc" if rank == 0 else "xyz"}))
 
 
 def test_ranks_with_other_texts_end_together() -> None:

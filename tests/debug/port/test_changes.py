@@ -13,138 +13,108 @@ MADE = f"{THEIRS} as DDP\nmodel = DDP(net)\n"
 HEAD = f"{MADE}optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
-# The body of a script, and the body after the port.
+# The body of a script; the port writes the lines with a plus, and removes those with a minus.
 BODIES = {
     "a plain step": (
-        "for x in batches:\n    model(x).backward()  # local\n    optimizer.step()\n",
-        "for x in batches:\n    model(x).backward()  # local\n    model.all_reduce()\n    optimizer.step()\n",
+        "for x in batches:\n    model(x).backward()  # local\n+    model.all_reduce()\n    optimizer.step()\n"
     ),
     "a loop of micro-batches": (
-        "for xs in steps:\n    for x in xs:\n        model(x).backward()\n    # next\n    optimizer.step()\n",
-        "for xs in steps:\n    for x in xs:\n        model(x).backward()\n    model.all_reduce()\n    # next\n"
-        "    optimizer.step()\n",
+        "for xs in steps:\n    for x in xs:\n        model(x).backward()\n+    model.all_reduce()\n    # next\n"
+        "    optimizer.step()\n"
     ),
     "every fourth micro-batch": (
-        "for i, x in data:\n\tmodel(x).backward()\n\tif i % 4 == 0:\n\t\tclip_grad_norm_(model.parameters(), 1)\n"
-        "\t\toptimizer.step()\n",
-        "for i, x in data:\n\tmodel(x).backward()\n\tif i % 4 == 0:\n\t\tmodel.all_reduce()\n"
-        "\t\tclip_grad_norm_(model.parameters(), 1)\n\t\toptimizer.step()\n",
+        "for i, x in data:\n\tmodel(x).backward()\n\tif i % 4 == 0:\n+\t\tmodel.all_reduce()\n"
+        "\t\tclip_grad_norm_(model.parameters(), 1)\n\t\toptimizer.step()\n"
     ),
     "clipping of every micro-batch before a rare step": (
-        "for i, x in data:\n    model(x).backward()\n    clip_grad_norm_(model.parameters(), 1)\n    if i % 4 == 0:\n"
-        "        optimizer.step()\n",
-        "for i, x in data:\n    model(x).backward()\n    model.all_reduce()\n"
-        "    clip_grad_norm_(model.parameters(), 1)\n"
-        "    if i % 4 == 0:\n        optimizer.step()\n",
+        "for i, x in data:\n    model(x).backward()\n+    model.all_reduce()\n"
+        "    clip_grad_norm_(model.parameters(), 1)\n    if i % 4 == 0:\n        optimizer.step()\n"
     ),
     "two branches": (
-        "if scaler:\n    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n"
-        "else:\n    loss.backward()\n    optimizer.step()\n",
-        "if scaler:\n    scaler.scale(loss).backward()\n    model.all_reduce()\n    scaler.unscale_(optimizer)\n"
-        "    scaler.step(optimizer)\nelse:\n    loss.backward()\n    model.all_reduce()\n    optimizer.step()\n",
+        "if scaler:\n    scaler.scale(loss).backward()\n+    model.all_reduce()\n"
+        "    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\nelse:\n    loss.backward()\n"
+        "+    model.all_reduce()\n    optimizer.step()\n"
     ),
     "branches of backward alone": (
-        "if scaler:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\noptimizer.step()",
-        "if scaler:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\n"
-        "model.all_reduce()\noptimizer.step()",
+        "if scaler:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\n+model.all_reduce()\n"
+        "optimizer.step()"
     ),
     "helper functions": (
-        "def backward(loss):\n    loss.backward()\n\ndef update():\n    optimizer.step()\n\nbackward(x)\nupdate()\n",
         "def backward(loss):\n    loss.backward()\n\ndef update():\n    optimizer.step()\n\nbackward(x)\n"
-        "model.all_reduce()\nupdate()\n",
+        "+model.all_reduce()\nupdate()\n"
     ),
     "another name in the function": (
-        "def train(net, opt):\n    net(x).backward()\n    opt.step()\ntrain(model, optimizer)\n",
-        "def train(net, opt):\n    net(x).backward()\n    net.all_reduce()\n    opt.step()\ntrain(model, optimizer)\n",
+        "def train(net, opt):\n    net(x).backward()\n+    net.all_reduce()\n    opt.step()\ntrain(model, optimizer)\n"
     ),
     "a parameter that another file passes": (
-        "def train(model, opt):\n    model(x).backward()\n    opt.step()\n",
-        "def train(model, opt):\n    model(x).backward()\n    model.all_reduce()\n    opt.step()\n",
+        "def train(model, opt):\n    model(x).backward()\n+    model.all_reduce()\n    opt.step()\n"
     ),
-    "lines that go on": (
-        "loss = (\n    a +\n    b)\n(loss\n .backward())\noptimizer.step()\n",
-        "loss = (\n    a +\n    b)\n(loss\n .backward())\nmodel.all_reduce()\noptimizer.step()\n",
-    ),
+    "lines that go on": "loss = (\n    a +\n    b)\n(loss\n .backward())\n+model.all_reduce()\noptimizer.step()\n",
     "a setting of torch DDP": (
-        "for x in xs:\n    model.require_backward_grad_sync = x is last  # why\n"
-        "    model(x).backward()\noptimizer.step()\n",
-        "for x in xs:\n    model(x).backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "for x in xs:\n-    model.require_backward_grad_sync = x is last  # why\n    model(x).backward()\n"
+        "+model.all_reduce()\noptimizer.step()\n"
     ),
     "a setting of torch DDP under a condition": (
-        "for x in xs:\n    if ddp and x:\n        # why\n        model.require_backward_grad_sync = x is last\n"
-        "    model(x).backward()\noptimizer.step()\n",
-        "for x in xs:\n    model(x).backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "for x in xs:\n-    if ddp and x:\n-        # why\n"
+        "-        model.require_backward_grad_sync = x is last\n    model(x).backward()\n+model.all_reduce()\n"
+        "optimizer.step()\n"
     ),
     "a setting of torch DDP in branches": (
-        "if a:\n    b()\nelif ddp:\n    model.require_backward_grad_sync = x\nif f():\n"
-        "    model.require_backward_grad_sync = y\nif a:\n    if ddp:\n        model.require_backward_grad_sync = z\n"
-        "b(); model.require_backward_grad_sync = z\nloss.backward()\noptimizer.step()\n",
-        "if a:\n    b()\nelif ddp:\n    pass\nif f():\n    pass\nb(); pass\n"
-        "loss.backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "if a:\n    b()\nelif ddp:\n-    model.require_backward_grad_sync = x\n+    pass\nif f():\n"
+        "-    model.require_backward_grad_sync = y\n+    pass\n"
+        "-if a:\n-    if ddp:\n-        model.require_backward_grad_sync = z\n"
+        "-b(); model.require_backward_grad_sync = z\n+b(); pass\n"
+        "loss.backward()\n+model.all_reduce()\noptimizer.step()\n"
     ),
     "characters of several bytes": (
-        "größe = '日本'\n日 = loss.backward()  # ü\noptimizer.step()\n",
-        "größe = '日本'\n日 = loss.backward()  # ü\nmodel.all_reduce()\noptimizer.step()\n",
+        "größe = '日本'\n日 = loss.backward()  # ü\n+model.all_reduce()\noptimizer.step()\n"
     ),
-    "carriage returns": (
-        "loss.backward()\r\noptimizer.step()\r\n",
-        "loss.backward()\r\nmodel.all_reduce()\r\noptimizer.step()\r\n",
-    ),
+    "carriage returns": "loss.backward()\r\n+model.all_reduce()\r\noptimizer.step()\r\n",
     "a step under a condition with another branch": (
-        "for i in n:\n    loss.backward()\n    if update_grad:\n        optimizer.step()\n    else:\n        x = 1\n",
-        "for i in n:\n    loss.backward()\n    if update_grad:\n        model.all_reduce()\n        optimizer.step()\n"
-        "    else:\n        x = 1\n",
+        "for i in n:\n    loss.backward()\n    if update_grad:\n+        model.all_reduce()\n"
+        "        optimizer.step()\n    else:\n        x = 1\n"
     ),
     "a step in each branch": (
-        "loss.backward()\nif i % 2:\n    optimizer.step()\nelse:\n    optimizer.step()\n",
-        "loss.backward()\nmodel.all_reduce()\nif i % 2:\n    optimizer.step()\nelse:\n    optimizer.step()\n",
+        "loss.backward()\n+model.all_reduce()\nif i % 2:\n    optimizer.step()\nelse:\n    optimizer.step()\n"
     ),
     "several backward passes": (
-        "a.backward()\nfake = net(b)\nscaler.scale(fake).backward()\noptimizer.step()\n",
-        "a.backward()\nmodel.all_reduce()\nfake = net(b)\nscaler.scale(fake).backward()\nmodel.all_reduce()\n"
-        "optimizer.step()\n",
+        "a.backward()\n+model.all_reduce()\nfake = net(b)\nscaler.scale(fake).backward()\n+model.all_reduce()\n"
+        "optimizer.step()\n"
     ),
     "several backward passes, one with a condition": (
-        "for x in xs:\n    if x:\n        a.backward()\n    b.backward()\n    optimizer.step()\n",
-        "for x in xs:\n    if x:\n        a.backward()\n    b.backward()\n    model.all_reduce()\n"
-        "    optimizer.step()\n",
+        "for x in xs:\n    if x:\n        a.backward()\n    b.backward()\n+    model.all_reduce()\n"
+        "    optimizer.step()\n"
     ),
     "several backward passes of each micro-batch": (
-        "for x in xs:\n    a.backward()\n    b.backward()\noptimizer.step()\n",
-        "for x in xs:\n    a.backward()\n    b.backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "for x in xs:\n    a.backward()\n    b.backward()\n+model.all_reduce()\noptimizer.step()\n"
     ),
     "several backward passes in a function": (
-        "def back(x):\n    x.backward()\n\nback(a)\nback(b)\noptimizer.step()\n",
-        "def back(x):\n    x.backward()\n\nback(a)\nback(b)\nmodel.all_reduce()\noptimizer.step()\n",
+        "def back(x):\n    x.backward()\n\nback(a)\nback(b)\n+model.all_reduce()\noptimizer.step()\n"
     ),
     "several backward passes and a setting of torch DDP": (
-        "model.require_backward_grad_sync = False\na.backward()\nb.backward()\noptimizer.step()\n",
-        "a.backward()\nb.backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "-model.require_backward_grad_sync = False\na.backward()\nb.backward()\n+model.all_reduce()\noptimizer.step()\n"
     ),
     "an optimizer of another name": (
-        "from torch import optim\no = optim.RMSprop(model.parameters())\no.zero_grad()\nloss.backward()\no.step()\n",
         "from torch import optim\no = optim.RMSprop(model.parameters())\no.zero_grad()\nloss.backward()\n"
-        "model.all_reduce()\no.step()\n",
+        "+model.all_reduce()\no.step()\n"
     ),
     "a backward of another name": (
-        "from torch.autograd import backward as back\nback([loss])\noptimizer.step()\n",
-        "from torch.autograd import backward as back\nback([loss])\nmodel.all_reduce()\noptimizer.step()\n",
+        "from torch.autograd import backward as back\nback([loss])\n+model.all_reduce()\noptimizer.step()\n"
     ),
-    "a profiler": (
-        "loss.backward()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
-        "loss.backward()\nmodel.all_reduce()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
-    ),
+    "a profiler": "loss.backward()\n+model.all_reduce()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
     "a second backward elsewhere": (
-        "if debug:\n    loss.backward()\n    save()\nfor x in xs:\n    loss.backward()\n    optimizer.step()\n",
-        "if debug:\n    loss.backward()\n    save()\nfor x in xs:\n    loss.backward()\n    model.all_reduce()\n"
-        "    optimizer.step()\n",
+        "if debug:\n    loss.backward()\n    save()\nfor x in xs:\n    loss.backward()\n"
+        "+    model.all_reduce()\n    optimizer.step()\n"
     ),
 }
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_the_call_stands_between_backward_and_the_first_reader_of_gradients(name: str, tmp_path: Path) -> None:
-    before, after = BODIES[name]
+    before, after = (
+        "\n".join(line.removeprefix(own) for line in BODIES[name].split("\n") if line[:1] != other)
+        for own, other in ("-+", "+-")
+    )
 
     assert ported(HEAD + before, tmp_path).after == HEAD.replace(THEIRS, OURS) + after
 
