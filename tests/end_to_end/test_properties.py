@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._memory import plan
 from legacy_ddp._memory.layout import cut_runs, distinct, plan_layout
 from legacy_ddp._ranks.header import (
     Header,
@@ -27,6 +26,7 @@ from legacy_ddp._ranks.header import (
 )
 from legacy_ddp._settings import Settings
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.tiers import count
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -166,7 +166,7 @@ def _train_all(trainings: Sequence[Training], rank: int) -> list[list[Seen]]:
 
 
 def _train(training: Training, rank: int) -> list[Seen]:
-    plan.SMALLEST_BYTES = 0 if training.moves else 2**40
+    move_gradients_from(0 if training.moves else 2**40)
     module = _Modules(training, backwards=rank % 2 == 1)
     wrapped = LegacyDistributedDataParallel(module, checks=Checks(uneven="allow"), **training.options)
     generator = torch.Generator().manual_seed(rank)

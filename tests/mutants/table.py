@@ -1096,8 +1096,8 @@ PORTS = (
     ),
     Mutant(
         "another class of the same name is shadowed",
-        'is_taken = script.is_bound(_OURS, "legacy_ddp")',
-        'is_taken = script.is_bound("", "legacy_ddp")',
+        "is_taken = bool(script.bound[_OURS])",
+        "is_taken = bool(script.bound[''])",
         "tests/debug/port/test_changes.py -k arguments_are_replaced",
     ),
     Mutant(

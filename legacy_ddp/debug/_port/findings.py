@@ -107,7 +107,7 @@ def find(script: Script, others: OtherFiles) -> list[Finding]:
 
 
 def _on_averages(wrappers: Wrappers, averages: list[Average]) -> Iterator[Finding]:
-    script, is_taken = wrappers.script, wrappers.script.is_bound(_FUNCTION, "legacy_ddp")
+    script, is_taken = wrappers.script, bool(wrappers.script.bound[_FUNCTION])
     function, line = (f"legacy_ddp.{_FUNCTION}", "import legacy_ddp") if is_taken else (_FUNCTION, "")
     is_new = True
     for average in averages:
@@ -195,7 +195,7 @@ def _on_class(wrappers: Wrappers) -> Iterator[Finding]:
 def _class_edits(wrappers: Wrappers) -> Iterator[Edit]:
     script = wrappers.script
     ours = [(node, alias) for node, alias in script.imported_from if script.is_ddp_import(node, alias)]
-    is_taken = script.is_bound(_OURS, "legacy_ddp")  # then torch's name stays, as that of this class
+    is_taken = bool(script.bound[_OURS])  # then torch's name stays, as that of this class
     renamed = {alias.name for _, alias in ours if not alias.asname and not is_taken}
     for node, alias in ours:
         _refuse_other_meanings(script, alias.asname or alias.name, [alias for _, alias in ours])

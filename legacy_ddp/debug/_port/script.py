@@ -167,11 +167,6 @@ class Script:
                 values[ast.unparse(node.target)].append((self.scope(node), node.value))
         return values
 
-    def is_bound(self, name: str, module: str) -> bool:
-        """Whether a name has a meaning in the script, other than by an import from ``module``."""
-        ours = [alias for node, alias in self.imported_from if node.module == module]
-        return any(node not in ours for _, node in self.bound[name])
-
     def _bound_names(self) -> dict[str, list[tuple[Scope, ast.AST]]]:
         """The assignments, parameters, definitions and imports of each name, each with its function."""
         names: dict[str, list[tuple[Scope, ast.AST]]] = defaultdict(list)
