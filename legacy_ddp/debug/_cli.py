@@ -18,13 +18,7 @@ from legacy_ddp.debug import _watch as watch
 from legacy_ddp.debug._diff import result
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
-from legacy_ddp.debug._errors_page import (
-    close_names,
-    find,
-    list_lines,
-    read_sections,
-    section_lines,
-)
+from legacy_ddp.debug._errors_page import close_names, find, list_lines, read_sections, section_lines
 from legacy_ddp.debug._port.port import port
 from legacy_ddp.debug._port.script import ScriptError
 from legacy_ddp.debug._trace import summary
@@ -76,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TraceError as error:
         return _fail(f"error: {error}")
     except OSError as error:
-        return _fail(f"error: {_os_error_text(error)}")
+        reason = error.strerror or type(error).__name__
+        return _fail(f"error: {reason if error.filename is None else f'{error.filename}: {reason}'}")
     except Exception:  # noqa: BLE001 - Python's own status for it would read as "different"
         for line in traceback.format_exc().splitlines():
             _note(line)
@@ -214,9 +209,9 @@ def _port(given: argparse.Namespace) -> int:
 
 
 def _watch(given: argparse.Namespace) -> int:
-    if given.every is not None:
-        return _watch_again(given)
     try:
+        if given.every is not None:
+            return _watch_again(given)
         answers, notes = watch.look(given.pid, with_stacks=given.stacks)
     except watch.WatchError as error:
         if given.json:
@@ -232,10 +227,7 @@ def _watch_again(given: argparse.Namespace) -> int:
     try:
         while True:
             begun = time.monotonic()
-            try:
-                answers, notes = watch.look(given.pid, with_stacks=given.stacks)
-            except watch.WatchError as error:
-                return _fail_in_lines(str(error))
+            answers, notes = watch.look(given.pid, with_stacks=given.stacks)
             lines = [*watch.lines(answers), *notes]
             _write((_CLEAR if is_terminal else "") + "\n".join(map(printable, lines)) + ("" if is_terminal else "\n"))
             time.sleep(max(0.0, begun + given.every - time.monotonic()))
@@ -288,11 +280,6 @@ def _escape_unencodable() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-
-
-def _os_error_text(error: OSError) -> str:
-    reason = error.strerror or type(error).__name__
-    return f"{error.filename}: {reason}" if error.filename is not None else reason
 
 
 def _fail(text: str, status: int = _UNKNOWN) -> int:

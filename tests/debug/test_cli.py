@@ -7,23 +7,19 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import legacy_ddp
-from legacy_ddp.debug._cli import SILENT_BYTES, _tell_size, main
-from legacy_ddp.debug._trace.records import RANK_FILE
+from tests.helpers.command import command
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_script
 from tests.helpers.traces import end_after, environment, write_trace
 
 _WITHOUT = "import sys; sys.modules[{!r}] = None; from legacy_ddp.debug._cli import main; sys.exit(main(sys.argv[1:]))"
-_RANK_0, _RANK_1 = RANK_FILE.format(0), RANK_FILE.format(1)
+_RANK_0, _RANK_1 = "rank-00000.jsonl", "rank-00001.jsonl"
 DIFFERENT = {(1, 3, "parameters", "parameter 'a'"): ("ab" * 8, 2.0)}
 
 
@@ -50,99 +46,69 @@ def traces(tmp_path: Path) -> tuple[Path, Path, Path]:
     )
 
 
-def test_the_exit_status_says_same_different_or_cannot_tell(
-    traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a, b, c = map(str, traces)
+def test_the_exit_status_says_same_different_or_cannot_tell(traces: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    a, b, c = traces
     later = write_trace(tmp_path / "later", environments=lambda rank, size: environment(rank, size, first_step=50))
 
-    statuses = [main(["diff", *given]) for given in ([a, b], [a, c], [a, str(later)], [a], [c], [a, a])]
+    found = [command("diff", *given) for given in ([a, b], [a, c], [a, later], [a], [c], [a, a])]
 
-    assert statuses == [0, 1, 2, 0, 1, 0]
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert [
-        line.split(":")[0] for line in captured.out.splitlines() if line.startswith(("same", "diff", "cannot"))
-    ] == [
-        "same",
-        "different",
-        "cannot tell",
-        "same",
-        "different",
-        "same",
-    ]
+    assert [done.returncode for done in found] == [0, 1, 2, 0, 1, 0]
+    assert [done.stderr for done in found] == [""] * 6
+    words = [done.stdout.partition(":")[0] for done in found]
+    assert words == ["same", "different", "cannot tell", "same", "different", "same"]
 
 
 def test_a_rank_whose_file_ends_early_is_reported_by_status_text_json_and_page(
-    traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    traces: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("bokeh")
     a, b, _ = traces
     end_after(b / _RANK_1, 2)
 
-    assert [main(["diff", *map(str, given)]) for given in ([a, b], [b, a], [b])] == [2, 2, 2]
-    assert "steps 3-5 were not compared on every rank" in " ".join(capsys.readouterr().out.split())
-    assert main(["diff", str(a), str(b), "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["steps"] == [0, 2]
-    assert main(["report", str(a), str(b), "-o", str(tmp_path / "page.html")]) == 0
+    found = [command("diff", *given) for given in ([a, b], [b, a], [b], [a, b, "--json"])]
+
+    assert [done.returncode for done in found] == [2] * 4
+    assert "steps 3-5 were not compared on every rank" in " ".join(found[0].stdout.split())
+    assert json.loads(found[3].stdout)["steps"] == [0, 2]
+    assert command("report", a, b, "-o", tmp_path / "page.html").returncode == 0
     page = (tmp_path / "page.html").read_text()
     assert "? CANNOT TELL</b>steps 3-5 were not compared on every rank, because rank 1 of B ended before;" in page
 
 
-def test_json_is_one_object_on_stdout(traces: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    a, _, c = map(str, traces)
+def test_json_is_one_object_on_stdout(traces: tuple[Path, Path, Path]) -> None:
+    a, _, c = traces
 
-    assert main(["diff", a, c, "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    compared, shown = command("diff", a, c, "--json"), command("show", a, "--json")
+
+    assert (compared.returncode, shown.returncode) == (1, 0)
+    found = json.loads(compared.stdout)
     assert (found["format"], found["verdict"], found["first"]["step"]) == ("legacy_ddp diff", "different", 3)
-
-    assert main(["show", a, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(shown.stdout)
     assert (found["format"], found["world_size"], found["steps"]) == ("legacy_ddp show", 2, [0, 5])
 
 
-def test_show_tells_what_is_in_a_trace(traces: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", str(traces[0])]) == 0
-    assert "2 ranks, steps 0-5" in " ".join(capsys.readouterr().out.split())
+def test_show_tells_what_is_in_a_trace(traces: tuple[Path, Path, Path]) -> None:
+    done = command("show", traces[0])
+
+    assert done.returncode == 0
+    assert "2 ranks, steps 0-5" in " ".join(done.stdout.split())
 
 
-def _missing(folder: Path) -> Path:
-    return folder / "missing"
-
-
-def _junk(folder: Path) -> Path:
-    (folder / _RANK_0).write_bytes(bytes(range(256)) * 100)
-    return folder
-
-
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (_missing, "cannot be read: No such file or directory; expected a recorder's folder"),
-        (_junk, "rank-00000.jsonl is no trace"),
-    ],
-)
-@pytest.mark.parametrize("command", ["diff", "show"])
-def test_what_is_no_trace_is_one_line_of_error(
-    command: str, make: Callable[[Path], Path], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([command, str(make(tmp_path))]) == 2
-
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("legacy-ddp: error: ")
-    assert captured.err.count("\n") == 1
-    assert words in captured.err
-
-
-def test_other_models_are_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b\n\x1b", kind="float32 (9,)")
-
-    assert main(["diff", str(a), str(b)]) == 2
-
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
-    assert "hold other parameters" in captured.err
+@pytest.mark.parametrize("name", ["diff", "show"])
+def test_what_is_no_trace_or_of_another_model_is_one_line_of_error(name: str, tmp_path: Path) -> None:
+    junk, other = tmp_path / "junk", write_trace(tmp_path / "b\n\x1b", kind="float32 (9,)")
+    junk.mkdir()
+    (junk / _RANK_0).write_bytes(bytes(range(256)) * 100)
+    cases = [
+        ([tmp_path / "missing"], "cannot be read: No such file or directory; expected a recorder's folder"),
+        ([junk], "rank-00000.jsonl is no trace"),
+        *([([write_trace(tmp_path / "a"), other], "hold other parameters")] if name == "diff" else []),
+    ]
+    for given, words in cases:
+        done = command(name, *given)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert done.stderr.startswith("legacy-ddp: error: ")
+        assert words in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -152,38 +118,28 @@ def test_other_models_are_one_line_of_error(tmp_path: Path, capsys: pytest.Captu
         *(["watch", "one"], ["watch", "1", "2"], ["watch", "--every", "0"], ["watch", "--every", "1", "--json"]),
     ],
 )
-def test_wrong_arguments_exit_with_2_and_name_themselves(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
+def test_wrong_arguments_exit_with_2_and_name_themselves(arguments: list[str]) -> None:
+    done = command(*arguments)
 
-    assert caught.value.code == 2
-    assert "error: " in capsys.readouterr().err
+    assert done.returncode == 2
+    assert "error: " in done.stderr
 
 
-def test_every_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    commands = re.findall(r"^    (\w+) ", _help(capsys), re.MULTILINE)
+    commands = re.findall(r"^    (\w+) ", command("--help").stdout, re.MULTILINE)
 
     assert commands == ["diff", "show", "report", "explain", "port", "watch"]
-    for given in ([], *([command] for command in commands)):
-        assert max(map(len, _help(capsys, *given).splitlines())) <= 80, given
+    for given in ([], *([name] for name in commands)):
+        done = command(*given, "--help")
+        assert done.returncode == 0
+        assert max(map(len, done.stdout.splitlines())) <= 80, given
 
 
-def _help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main([*command, "--help"])
-    assert caught.value.code == 0
-    return capsys.readouterr().out
+def test_the_version_is_that_of_the_package() -> None:
+    done = command("--version")
 
-
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"legacy-ddp {legacy_ddp.__version__}\n"
+    assert (done.returncode, done.stdout) == (0, f"legacy-ddp {legacy_ddp.__version__}\n")
 
 
 def test_the_console_script_is_the_command() -> None:
@@ -229,28 +185,28 @@ def test_names_that_a_terminal_cannot_show_are_escaped(tmp_path: Path) -> None:
     assert "parameter 'gr\\xf6\\xdfe'" in done.stdout
 
 
-class _Interrupted(io.StringIO):
+class _Broken(io.StringIO):
+    """A file in which every write fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
     def write(self, _: str) -> int:
-        raise KeyboardInterrupt
+        raise self.error
 
 
-def test_ctrl_c_is_one_line_and_130(traces: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    with redirect_stdout(_Interrupted()):
-        status = main(["show", str(traces[0])])
+def test_ctrl_c_is_one_line_and_130(traces: tuple[Path, Path, Path]) -> None:
+    done = command("show", traces[0], output=_Broken(KeyboardInterrupt()))
 
-    assert (status, capsys.readouterr().err) == (130, "legacy-ddp: interrupted\n")
+    assert (done.returncode, done.stderr) == (130, "legacy-ddp: interrupted\n")
 
 
-def test_a_fault_of_its_own_is_no_verdict(traces: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    class Broken(io.StringIO):
-        def write(self, _: str) -> int:
-            raise LookupError("unforeseen")
+def test_a_fault_of_its_own_is_no_verdict(traces: tuple[Path, Path, Path]) -> None:
+    done = command("diff", traces[0], traces[0], output=_Broken(LookupError("unforeseen")))
 
-    with redirect_stdout(Broken()):
-        status = main(["diff", str(traces[0]), str(traces[0])])
-
-    assert status == 2
-    assert "LookupError: unforeseen" in capsys.readouterr().err
+    assert done.returncode == 2
+    assert "LookupError: unforeseen" in done.stderr
 
 
 class _Terminal(io.StringIO):
@@ -258,14 +214,14 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("size_bytes, said", [(380_000_000, "reading 380 MB ...\n"), (SILENT_BYTES - 1, "")])
-def test_a_long_read_is_announced_on_a_terminal(size_bytes: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = _Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
+@pytest.mark.parametrize("size_bytes, said", [(21_000_000, "reading 21 MB ...\n"), (19_000_000, "")])
+def test_a_long_read_is_announced_on_a_terminal(traces: tuple[Path, Path, Path], size_bytes: int, said: str) -> None:
+    end_after(traces[0] / _RANK_1, None)
+    os.truncate(traces[0] / _RANK_1, size_bytes)
 
-    _tell_size([SimpleNamespace(size_bytes=size_bytes)])
+    told = command("show", traces[0], errors=_Terminal()).stderr
 
-    assert terminal.getvalue() == said
+    assert [line for line in told.splitlines(keepends=True) if line.startswith("reading")] == [said] * bool(said)
 
 
 @pytest.mark.parametrize(
@@ -290,51 +246,43 @@ def test_the_command_starts_without_torch(traces: tuple[Path, Path, Path], argum
 
 
 def test_without_bokeh_report_says_what_to_install(traces: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    done = run("report", traces[0], "-o", tmp_path / "page.html", start=("-c", _WITHOUT.format("bokeh")))
+    without = "; ".join(f"sys.modules[{name!r}] = None" for name in ("numpy", "jinja2"))  # bokeh brings them
+    start = ("-c", f"import sys; {without}; {_WITHOUT.format('bokeh')}")
+    done = run("report", traces[0], "-o", tmp_path / "page.html", start=start)
 
     assert done.returncode == 2
     assert done.stderr == ("legacy-ddp: error: report needs bokeh, which is not installed; pip install bokeh\n")
 
 
-def test_a_home_directory_is_found_in_every_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_home_directory_is_found_in_every_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bokeh")
     monkeypatch.setenv("HOME", str(tmp_path))
     write_trace(tmp_path / "a")
     write_trace(tmp_path / "b")
 
-    assert main(["diff", "~/a", "~/b"]) == 0
-    assert main(["show", "~/a"]) == 0
-    assert main(["report", "~/a", "--output=~/page.html"]) == 0
+    given = (["diff", "~/a", "~/b"], ["show", "~/a"], ["report", "~/a", "--output=~/page.html"])
+    found = [command(*arguments) for arguments in given]
+
+    assert [done.returncode for done in found] == [0] * 3
+    assert [done.stderr for done in found] == ["", "", f"wrote {tmp_path / 'page.html'}\n"]
     assert (tmp_path / "page.html").exists()
-    assert capsys.readouterr().err == f"wrote {tmp_path / 'page.html'}\n"
 
 
-def test_a_home_directory_that_is_not_known_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["show", "~nobody-of-that-name/a"])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (
+            ["show", "~nobody-of-that-name/a"],
+            "no home directory is known for '~nobody-of-that-name/a'; name the whole path",
+        ),
+        *(
+            (arguments, "a path is empty, expected a name; the current folder is .")
+            for arguments in (["diff", ""], ["diff", "a", ""], ["show", ""], ["report", "a", "-o", ""])
+        ),
+    ],
+)
+def test_a_path_that_names_no_place_is_reported(arguments: list[str], words: str) -> None:
+    done = command(*arguments)
 
-    assert caught.value.code == 2
-    assert "no home directory is known for '~nobody-of-that-name/a'; name the whole path" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["diff", ""], ["diff", "a", ""], ["show", ""], ["report", "a", "-o", ""]])
-def test_an_empty_path_is_not_the_current_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-
-    assert caught.value.code == 2
-    assert "a path is empty, expected a name; the current folder is ." in capsys.readouterr().err
-
-
-def test_report_writes_a_page_and_says_where(
-    traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("bokeh")
-    page = tmp_path / "page.html"
-
-    assert main(["report", str(traces[0]), str(traces[2]), "-o", str(page)]) == 0
-
-    assert page.stat().st_size > 0
-    assert capsys.readouterr() == ("", f"wrote {page}\n")
+    assert done.returncode == 2
+    assert words in done.stderr

@@ -5,14 +5,13 @@ import importlib
 import io
 import math
 import os
-import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import termios
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +84,7 @@ def test_train_lm_says_one_line_on_stdout_and_progress_of_one_rank_on_stderr(und
     assert _checkpoints(folder) == ["step-00000002.pt", "step-00000004.pt"]
 
 
-def test_checking_the_replicas_in_every_step_of_train_lm_changes_no_bit(undisturbed: Any, tmp_path: Path) -> None:
-    world_size, original, unchecked = undisturbed
-
-    result = example(world_size, "train_lm.py", *SHORT_LM, "--save", str(tmp_path), "--check-every", "1")
-
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == unchecked.stdout
-    assert_same_bits(*(load(folder / "step-00000004.pt") for folder in (original, tmp_path)))
-
-
+@pytest.mark.thorough
 def test_a_rank_may_have_no_window_to_evaluate() -> None:
     result = example(2, "train_lm.py", "--steps", "1", "--batch-size", "4", "--held-out", "1")
 
@@ -119,6 +109,7 @@ def test_train_lm_resumes_to_the_same_bits(undisturbed: Any, tmp_path: Path) -> 
     assert world_size == 1 or not torch.equal(after["random"][0]["cpu"], after["random"][1]["cpu"])
 
 
+@pytest.mark.thorough  # make test compares the checkpoints of a resumed run, and small traces of one
 def test_train_lm_that_was_resumed_is_the_same_run_to_the_last_bit_of_its_trace(
     undisturbed: Any, tmp_path: Path
 ) -> None:
@@ -219,6 +210,7 @@ def test_a_resume_behind_the_checkpoint_is_refused(tmp_path: Path) -> None:
         _lm_options.read_checkpoint(args, {})
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_train_lm_without_a_traceback() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "train_lm.py"), "--batch-size", "1", "--update-freq", "1"]
@@ -237,6 +229,17 @@ def test_ctrl_c_ends_train_lm_without_a_traceback() -> None:
     assert (output, "Traceback" in errors, errors.splitlines()[-1]) == ("", False, "interrupted")
 
 
+def _leave(check: Callable[[], None]) -> tuple[int | str | None, str]:
+    """The exit status of a check, and what it wrote to stderr."""
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            check()
+    except SystemExit as leaving:
+        return leaving.code, errors.getvalue()
+    return 0, errors.getvalue()
+
+
 def _replica_check(rank: int, guilty: int | None) -> tuple[int | str | None, str]:
     torch.manual_seed(rank)  # weights differ until they are broadcast
     module = nn.Linear(3, 2)
@@ -244,13 +247,7 @@ def _replica_check(rank: int, guilty: int | None) -> tuple[int | str | None, str
         dist.broadcast(parameter.data, src=0)
     if rank == guilty:
         module.bias.data.view(torch.int32)[1] ^= 1  # the last bit of one weight
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            _ranks.require_identical_replicas(module)
-    except SystemExit as leaving:
-        return leaving.code, errors.getvalue()
-    return 0, errors.getvalue()
+    return _leave(lambda: _ranks.require_identical_replicas(module))
 
 
 @pytest.mark.parametrize("guilty,sides", [thorough(0, "rank 0 against ranks 1-2"), (2, "rank 2 against ranks 0-1")])
@@ -269,13 +266,7 @@ def test_identical_replicas_pass_in_silence() -> None:
 
 
 def _settings_check(rank: int) -> tuple[int | str | None, str]:
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            _ranks.require_equal_settings({"--seed": 0, "text": "abc" if rank == 0 else "xyz"})
-    except SystemExit as leaving:
-        return leaving.code, errors.getvalue()
-    return 0, errors.getvalue()
+    return _leave(lambda: _ranks.require_equal_settings({"--seed": 0, "text": "abc" if rank == 0 else "xyz"}))
 
 
 def test_ranks_with_other_texts_end_together() -> None:
@@ -332,32 +323,6 @@ def test_an_epoch_reads_no_window_twice_and_depends_on_the_step_alone() -> None:
     assert all(len({*a, *b, *c}) == 24 for a, b, c in (steps[:3], steps[3:]))
     assert steps[:3] != steps[3:]  # the next epoch has another order
     assert _batches.global_batch(windows, 4, 8, seed=0).flatten().tolist() == steps[4]
-
-
-def _read_to_end(screen: int) -> bytes:
-    parts = []
-    with contextlib.suppress(OSError), open(screen, "rb", buffering=0) as file:  # EIO is how a terminal ends
-        while part := file.read(1000):
-            parts.append(part)
-    return b"".join(parts)
-
-
-def test_progress_is_a_bar_of_at_most_80_columns_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tqdm", reason="without tqdm a terminal gets lines")
-    monkeypatch.setenv("COLUMNS", "200")
-    reader, writer = pty.openpty()
-    termios.tcsetwinsize(writer, (50, 200))  # tqdm shows nothing on a terminal without rows
-    with open(writer, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        progress = _progress.Progress(0, 3, visible=True)
-        for done in (1, 2, 3):
-            progress.show(done, 2.5)
-        progress.close()
-    shown = _read_to_end(reader).decode()
-
-    assert "3/3" in shown
-    assert "2.50 bits/byte" in shown
-    assert max(len(line) for line in re.split(r"[\r\n]+", shown)) <= 80
 
 
 def test_progress_without_tqdm_is_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def _happen(fault: str, model: LegacyDistributedDataParallel) -> None:
         ("raises", "", 1),
         thorough("raises", "destroyed", 1),
         thorough("raises", "exits", 1),
-        ("is killed", "exits", 1),
+        thorough("is killed", "exits", 1),
         thorough("fails in the call", "", 1),
         thorough("fails in the call", "exits", 1),
         thorough("fails in the call", "exits later", 1),

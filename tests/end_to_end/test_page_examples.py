@@ -2,10 +2,8 @@
 
 import re
 import shlex
-import subprocess
 import textwrap
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +16,9 @@ from torch.nn.functional import cross_entropy
 import legacy_ddp
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug import check_replicas
+from tests.helpers.command import command
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scripts import fork_script
 
 PARTS = ("docs/debugging.md", "docs/operations.md", "docs/reference.md", "docs/guides/cross-check.md")
 PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
@@ -138,16 +136,11 @@ def test_every_subcommand_and_its_options_exist() -> None:
         if words[0] != "legacy-ddp" or not (len(words) > 1 and words[1].isalpha()):
             continue
         seen += 1
-        told = _help(words[1])
+        told = command(words[1], "--help")
         assert told.returncode == 0, (page, words, told.stderr)
         for option in [word for word in words[2:] if word.startswith("-")]:
             assert option in told.stdout, (page, words)
     assert seen >= 20
-
-
-@cache
-def _help(subcommand: str) -> subprocess.CompletedProcess[str]:
-    return fork_script("-m", "legacy_ddp", subcommand, "--help")
 
 
 @pytest.mark.parametrize("page", [ROOT / ".ci" / "run", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))

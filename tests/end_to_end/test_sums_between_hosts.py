@@ -9,7 +9,6 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
-from tests.helpers.hosts import Hosts, reason_not_permitted
+from tests.helpers.hosts import Hosts, leave_facts, reason_not_permitted
 from tests.helpers.rank_faults import do_when
 
 VICTIM = 3
@@ -60,13 +59,8 @@ def _train(folder: Path, *, reproducible: bool) -> None:
     except LostPeerError as error:
         dropped = all(parameter.grad is None for parameter in parameters)
         facts = [transports, all(equal), line, type(error).__name__, error.ranks, dropped]
-        _write(folder / f"lost-{rank}", facts)
+        leave_facts(folder / f"lost-{rank}", facts)
     os._exit(1)  # torch's own group cannot be left in order
-
-
-def _write(path: Path, facts: Any) -> None:
-    path.with_suffix(".part").write_text(json.dumps(facts))
-    path.with_suffix(".part").rename(path)
 
 
 @pytest.mark.parametrize("mode", [(), ("reproducible",)])

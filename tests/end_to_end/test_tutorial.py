@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_ranks, fork_script
+from tests.helpers.tiers import thorough
 
 DOCS = ROOT / "docs"
 PAGES = [
@@ -29,7 +30,12 @@ def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return fork_script(*words, cwd=folder)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+# test_whole_script.py trains and resumes such scripts, too.
+@pytest.mark.parametrize(
+    "page",
+    [thorough(page) if page.stem in ("whole-script", "resume") else page for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_the_scripts_of_a_page_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     scripts, commands = dict(SCRIPT.findall(text)), COMMAND.findall(text)

@@ -9,14 +9,13 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
-from tests.helpers.hosts import Hosts, reason_not_permitted
+from tests.helpers.hosts import Hosts, leave_facts, reason_not_permitted
 from tests.helpers.ranks import slowness
 
 TIMEOUT_SECONDS = 6.0
@@ -45,16 +44,11 @@ def _train(folder: Path) -> None:
         except LostPeerError as error:
             seconds = time.monotonic() - start
             # Before the process group ends: torch's own store is gone with the host, and its agent ends this process.
-            _write(folder / f"lost-{rank}", [type(error).__name__, error.ranks, error.report, seconds])
+            leave_facts(folder / f"lost-{rank}", [type(error).__name__, error.ranks, error.report, seconds])
             raise SystemExit(1) from None
         if step == STEPS_BEFORE:
-            _write(folder / f"trains-{rank}", [])
+            leave_facts(folder / f"trains-{rank}", [])
         time.sleep(0.05)  # leaves the cores to the launchers
-
-
-def _write(path: Path, facts: Any) -> None:
-    path.with_suffix(".part").write_text(json.dumps(facts))
-    path.with_suffix(".part").rename(path)
 
 
 def _await(paths: list[Path], seconds: float = 90.0) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_torchrun, run_script
-from tests.helpers.tiers import thorough
 
 PAGE = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
 ACCELERATE, IN_TOKENS, TRANSFORMERS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -67,12 +66,10 @@ def test_transformers_trains_to_the_bits_of_its_own_ddp(tmp_path: Path, sealed: 
     assert float(told[6][1]) < float(told[0][1]) - 0.3
 
 
+@pytest.mark.thorough  # test_examples.py has the same of an example that needs scikit-learn
 @pytest.mark.parametrize(
     "script, missing, extras",
-    [
-        ("accelerate_digits", "accelerate", "accelerate,demo"),
-        thorough("transformers_tiny", "transformers", "transformers"),
-    ],
+    [("accelerate_digits", "accelerate", "accelerate,demo"), ("transformers_tiny", "transformers", "transformers")],
 )
 def test_without_a_library_an_example_names_the_command_that_installs_it(
     script: str, missing: str, extras: str, tmp_path: Path, sealed: dict[str, str]

@@ -39,9 +39,14 @@ class RefusedError(Exception):
     """The command refused a trace; the text is its line of error."""
 
 
-def command(*arguments: object) -> "CompletedProcess[str]":
-    """``python -m legacy_ddp`` with these arguments, without a process of its own."""
-    output, errors = StringIO(), StringIO()
+def command(
+    *arguments: object, output: StringIO | None = None, errors: StringIO | None = None
+) -> "CompletedProcess[str]":
+    """``python -m legacy_ddp`` with these arguments, without a process of its own.
+
+    ``output``, ``errors``: other files in place of stdout and stderr.
+    """
+    output, errors = output or StringIO(), errors or StringIO()
     given = [*map(str, arguments)]
     with patch.object(sys, "argv", ["legacy-ddp", *given]), redirect_stdout(output), redirect_stderr(errors):
         try:

@@ -5,6 +5,7 @@ still share: files (but /etc/hosts), the boot id, CPUs and clocks, and /sys, whe
 shows the machine's own interfaces.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from legacy_ddp._ranks import first_meeting
 from tests.helpers.paths import ROOT
@@ -322,6 +324,12 @@ def _names(address: str, name: str) -> str:
 
 def _port(index: int) -> str:
     return f"port{index}"
+
+
+def leave_facts(path: Path, facts: Any) -> None:
+    """Write a file that is there with all of its contents, or not at all."""
+    path.with_suffix(".part").write_text(json.dumps(facts))
+    path.with_suffix(".part").rename(path)
 
 
 @contextmanager

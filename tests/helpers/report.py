@@ -11,8 +11,7 @@ import numpy as np
 from bokeh.document import Document
 from bokeh.models import HoverTool, Line
 
-from legacy_ddp.debug._page.page import write_page
-from legacy_ddp.debug._trace.read import Run
+from tests.helpers.command import command
 
 LOCAL, NOISE = "Local gradients", "Gradient noise scale"
 
@@ -90,11 +89,23 @@ class Shown:
         }
 
 
-def report(folder: Path, *runs: Run) -> list[Shown]:
-    """The sections of the report about these runs."""
+def write_report(folder: Path, *traces: Path) -> Path:
+    """The file that ``legacy-ddp report`` writes about these folders."""
     path = folder / "report.html"
-    write_page(runs, path)
-    page = path.read_text(encoding="utf-8")
+    done = command("report", *traces, "-o", path)
+    assert (done.returncode, done.stderr) == (0, f"wrote {path}\n"), done.stderr
+    return path
+
+
+def text_of(path: Path) -> str:
+    """The words of a page, without its scripts and styles."""
+    page = re.sub(r"<(script|style)>.*?</\1>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", page)).split())
+
+
+def report(folder: Path, *traces: Path) -> list[Shown]:
+    """The sections of the report about these folders."""
+    page = write_report(folder, *traces).read_text(encoding="utf-8")
     found = re.search(r"const docs_json = '(.*)';", page)
     # bokeh escapes for HTML, and backslashes for JavaScript.
     documents = json.loads(unescape(found[1].replace(r"\\", "\\"))) if found else {}

@@ -1090,14 +1090,14 @@ PORTS = (
     ),
     Mutant(
         "a copy of gradients counts as the gradients",
-        "calls=frozenset(_SHAPE - _COPIES)",
-        "calls=frozenset(_SHAPE)",
+        "calls=frozenset(SHAPE - _COPIES)",
+        "calls=frozenset(SHAPE)",
         f"{_BY_HAND} -k about_something_else",
     ),
     Mutant(
         "another class of the same name is shadowed",
-        'is_taken = script.is_bound(_OURS, "legacy_ddp")',
-        'is_taken = script.is_bound("", "legacy_ddp")',
+        "is_taken = bool(script.bound[_OURS])",
+        "is_taken = bool(script.bound[''])",
         "tests/debug/port/test_changes.py -k arguments_are_replaced",
     ),
     Mutant(

@@ -1,20 +1,14 @@
 """Record of a chart, its axis of steps, and the down-sampling to the size of a screen. Needs bokeh."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
 import numpy as np
-from bokeh.models import BasicTickFormatter, CrosshairTool, CustomJS, Range1d, Span
+from bokeh.models import BasicTickFormatter, CrosshairTool, Range1d, Span
 from bokeh.plotting import figure
 from numpy.typing import NDArray
-
-# On a phone the borders are narrower, so that a whole chart is visible.
-_FIT_CODE = """
-const [left, right] = innerWidth < 600 ? [116, 84] : [190, 120]
-requestAnimationFrame(() => plot.setv({min_border_left: left, min_border_right: right}))
-"""
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -49,13 +43,10 @@ class Bins:
     def starts(self) -> Indices:
         return np.arange(self.count, dtype=np.intp) * self.size
 
-    def span(self, number: int) -> tuple[int, int]:
-        """The first and the last item of a bin."""
-        return number * self.size, min(self.total, (number + 1) * self.size) - 1
-
     @property
     def spans(self) -> list[tuple[int, int]]:
-        return [self.span(number) for number in range(self.count)]
+        """The first and the last item of each bin."""
+        return [(start, min(self.total, start + self.size) - 1) for start in map(int, self.starts)]
 
 
 @dataclass(frozen=True)
@@ -72,14 +63,14 @@ class Grid:
     start: bool = False
 
     @staticmethod
-    def of(steps: Collection[int], starts: Collection[int] = (), max_columns: int = MAX_COLUMNS) -> "Grid":
+    def of(steps: Collection[int], starts: Collection[int] = ()) -> "Grid":
         """``starts``: steps before the first of ``steps``. They get the position before it, whatever the distance."""
         known = sorted(set(steps)) or sorted(set(starts)) or [0]
         stride = gcd(*(step - known[0] for step in known)) or 1
         before = known[0] - min(starts, default=known[0])
         first = known[0] - max(0, -(-before // stride)) * stride
         start = bool(starts) and (before > 0 or not steps)
-        return Grid(first, stride, Bins.at_most((known[-1] - first) // stride + 1, max_columns), start)
+        return Grid(first, stride, Bins.at_most((known[-1] - first) // stride + 1, MAX_COLUMNS), start)
 
     @property
     def count(self) -> int:
@@ -94,19 +85,26 @@ class Grid:
         return self.first - self.stride / 2  # a step is in the middle of its interval
 
     @property
-    def last(self) -> int:
-        return self.first + (self.bins.total - 1) * self.stride
-
-    def holds(self, steps: Collection[int]) -> bool:
-        return all(self.first <= step <= self.last and not (step - self.first) % self.stride for step in steps)
+    def right(self) -> float:
+        return self.left + self.bins.total * self.stride
 
     def column(self, step: int) -> int:
         return (step - self.first) // self.stride // self.bins.size
 
-    def span(self, column: int) -> tuple[int, int]:
-        """The first and the last step of a column."""
-        first, last = self.bins.span(column)
-        return self.first + first * self.stride, self.first + last * self.stride
+    @property
+    def labels(self) -> list[str]:
+        """The steps of each column as text."""
+        spans = [(self.first + first * self.stride, self.first + last * self.stride) for first, last in self.bins.spans]
+        names = ["start" if self.start and first == self.first else str(first) for first, _ in spans]
+        return [
+            name if first == last else f"{name} to {last}" for name, (first, last) in zip(names, spans, strict=True)
+        ]
+
+    def captions(self, shown: str) -> list[str]:
+        if self.bins.size > 1:
+            recorded = "steps" if self.stride == 1 else f"recorded steps ({self.width} steps)"
+            return [f"Each column stands for {self.bins.size} {recorded} and shows {shown}."]
+        return [f"Each column stands for a recorded step, every {self.stride}."] if self.stride > 1 else []
 
 
 class Cells:
@@ -132,8 +130,8 @@ class Cells:
             row = item // self.rows.size
             self.nonfinite[row, column] = max(count, self.nonfinite[row, column])
 
-    def add_differing(self, column: int, items: Indices) -> None:
-        self.differs[items // self.rows.size, column] = True
+    def add_differing(self, column: int, differing: NDArray[np.bool_]) -> None:
+        self.differs[np.flatnonzero(differing) // self.rows.size, column] = True
 
 
 def extremes(values: Floats, max_points: int = MAX_POINTS) -> Indices:
@@ -170,25 +168,6 @@ def classify(values: Floats, decades: float) -> tuple[NDArray[np.uint8], tuple[f
     return classes, (low, high)
 
 
-def column_labels(grid: Grid) -> list[str]:
-    return [_steps(grid, column) for column in range(grid.count)]
-
-
-def _steps(grid: Grid, column: int) -> str:
-    first, last = grid.span(column)
-    begin = "start" if grid.start and column == 0 else str(first)
-    return begin if first == last else f"{begin} to {last}"
-
-
-def column_captions(grid: Grid, shown: str) -> list[str]:
-    if grid.bins.size == 1:
-        return [f"Each column stands for a recorded step, every {grid.stride}."] if grid.stride > 1 else []
-    recorded = (
-        f"{grid.bins.size} steps" if grid.stride == 1 else f"{grid.bins.size} recorded steps ({grid.width} steps)"
-    )
-    return [f"Each column stands for {recorded} and shows {shown}."]
-
-
 def row_captions(rows: Bins, items: str) -> list[str]:
     return [f"Each row stands for {rows.size} {items} in the same way."] if rows.size > 1 else []
 
@@ -207,25 +186,21 @@ class Chart:
     table: tuple[tuple[str, ...], ...] = ()
 
 
-@dataclass(frozen=True)
 class Axis:
     """The axis of steps. All charts share it, and the line at the pointer."""
 
-    steps: Range1d
-    pointer: Span = field(default_factory=lambda: Span(dimension="height", line_color=_GREY, line_dash="dotted"))
-
-    @staticmethod
-    def over(first: float, last: float) -> "Axis":
-        return Axis(Range1d(first, last, bounds="auto"))
+    def __init__(self, first: float, last: float) -> None:
+        self._steps = Range1d(first, last, bounds="auto")
+        self._pointer = Span(dimension="height", line_color=_GREY, line_dash="dotted")
 
     def plot(self, y_label: str, height: int = _HEIGHT, **more: object) -> figure:
         plot = figure(
-            x_range=self.steps,
+            x_range=self._steps,
             frame_height=height,
             sizing_mode="stretch_width",
             # Equal borders align the steps of all charts.
-            min_border_left=190,
-            min_border_right=120,
+            min_border_left=116,
+            min_border_right=84,
             tools="pan,box_zoom,wheel_zoom,reset,save",
             active_drag="box_zoom",
             active_scroll=None,
@@ -234,8 +209,7 @@ class Axis:
             toolbar_location="above",
             **more,
         )
-        plot.js_on_change("outer_width", CustomJS(args={"plot": plot}, code=_FIT_CODE))
-        plot.add_tools(CrosshairTool(overlay=self.pointer))
+        plot.add_tools(CrosshairTool(overlay=self._pointer))
         plot.toolbar.logo = None
         plot.xaxis.formatter = BasicTickFormatter(use_scientific=False)
         plot.xaxis.ticker.min_interval, plot.xaxis.ticker.num_minor_ticks = 1, 0

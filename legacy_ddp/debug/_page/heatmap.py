@@ -1,5 +1,6 @@
 """Heat maps of a page: parameters by step, and the seconds that ranks waited. Needs bokeh."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import float_info
@@ -11,20 +12,14 @@ from bokeh.plotting import figure
 from numpy.typing import NDArray
 
 from legacy_ddp.debug._page import chart
-from legacy_ddp.debug._page.chart import Axis, Cells, Chart, Grid
-from legacy_ddp.debug._page.series import NO_RANK, CallTable, Series, Straggler, stragglers, stragglers_by_step
+from legacy_ddp.debug._page.chart import Axis, Cells, Chart, Floats, Grid, Indices
+from legacy_ddp.debug._page.series import NO_RANK, CallTable, Series, stragglers_by_step
 
 _WHITE, _LIGHT, _SKY, _VERMILLION, _BLACK = "#ffffff", "#e8e8e8", "#56b4e9", "#d55e00", "#000000"
 _BLUES = ("#dbe9f6", "#9dc6e0", "#4a98c9", "#17509a")
 _BROWNS = ("#ffe9a8", "#fdae4b", "#d95f0e", "#7f2704")
 
-# Shortens a long name, but keeps its numbers and its last part.
-_TICK_CODE = """
-let text = Number.isInteger(tick) ? (rows[tick] ?? "") : ""
-const room = innerWidth < 600 ? 12 : 22
-if (text.length > room) text = text.replace(/([a-z_])\\w*\\./gi, "$1.")
-return text.length > room ? "…" + text.slice(1 - room) : text
-"""
+_TICK_CODE = "return rows[tick] ?? ''"
 _ROW_CODE = "return rows[Math.max(0, Math.min(rows.length - 1, Math.round(special_vars.y)))]"
 _COLUMN_CODE = """
 const column = Math.floor((special_vars.x - left) / width)
@@ -33,9 +28,6 @@ return columns[Math.max(0, Math.min(columns.length - 1, column))]
 _VALUE_CODE = """
 if (value < 0) return "none"
 return value === 0 || (value >= 1e-3 && value < 1e5) ? String(Number(value.toPrecision(4))) : value.toExponential(3)
-"""
-_POWER_CODE = """
-return tick >= 1e-3 && tick < 1e4 ? String(Number(tick.toPrecision(2))) : tick.toExponential(1)
 """
 _CELL_CODE = """
 const {i, j} = special_vars.image_index
@@ -49,6 +41,7 @@ return texts.length ? texts.join("; ") : "nothing to note"
 _DECADES = 12  # of norms
 _WAIT_DECADES = 4
 _MAX_STRAGGLERS = 8
+_MAX_LABEL = 16  # characters beside a row
 _NORM_CAPTION = (
     "The norm is that of the reduced gradient, which all ranks should hold alike (here from rank 0). Ranks differ: "
     "in the reduced gradient, or in the parameter after the step."
@@ -91,7 +84,7 @@ class _HeatMap:
 def _draw(axis: Axis, heat_map: _HeatMap) -> Chart:
     rows, columns = heat_map.classes.shape
     grid, height = heat_map.grid, min(560, max(120, 17 * rows))
-    plot = axis.plot(heat_map.item, height=height)
+    plot = axis.plot("", height=height)
     plot.y_range = models.Range1d(rows - 0.5, -0.5, bounds="auto")
     ramp = interp_palette(heat_map.colours, chart.LEVELS)
     colours = [colour for colour, _ in heat_map.special]
@@ -107,12 +100,16 @@ def _draw(axis: Axis, heat_map: _HeatMap) -> Chart:
         color_mapper=models.LinearColorMapper(palette=palette, low=-0.5, high=len(palette) - 0.5),
     )
     plot.add_tools(_hover(heat_map, image))
-    _label_rows(plot, [tick for _, tick in heat_map.rows], height)
+    # As many labels as have room, one for each row at most.
+    plot.yaxis.ticker = models.BasicTicker(min_interval=1, desired_num_ticks=height // 15, num_minor_ticks=0)
+    plot.yaxis.formatter = models.CustomJSTickFormatter(
+        args={"rows": [label for _, label in heat_map.rows]}, code=_TICK_CODE
+    )
+    plot.yaxis.major_label_text_font, plot.yaxis.major_label_text_font_size = "monospace", "10px"
+    plot.yaxis.major_tick_line_color = None
     low, high = (10.0 ** min(exponent, float_info.max_10_exp) for exponent in heat_map.ramp)
     bar = models.ColorBar(
         color_mapper=models.LogColorMapper(palette=ramp, low=low, high=high),
-        ticker=models.FixedTicker(ticks=np.geomspace(low, high, 4).tolist()),
-        formatter=models.CustomJSTickFormatter(code=_POWER_CODE),
         title=heat_map.value_title,
         title_text_font_style="normal",
         title_text_font_size="11px",
@@ -153,17 +150,6 @@ def _hover(heat_map: _HeatMap, image: models.GlyphRenderer) -> models.HoverTool:
     )
 
 
-def _label_rows(plot: figure, ticks: Sequence[str], height: int) -> None:
-    show_all = len(ticks) * 13 <= height
-    every, some = models.SingleIntervalTicker, models.BasicTicker
-    plot.yaxis.ticker = every(interval=1) if show_all else some(min_interval=1, desired_num_ticks=25)
-    plot.yaxis.ticker.num_minor_ticks = 0
-    plot.yaxis.formatter = models.CustomJSTickFormatter(args={"rows": ticks}, code=_TICK_CODE)
-    plot.yaxis.major_label_text_font = "monospace"
-    plot.yaxis.major_label_text_font_size = "11px"
-    plot.yaxis.major_tick_line_color = None
-
-
 def _mark_columns(plot: figure, heat_map: _HeatMap, height: int) -> None:
     """Draw triangles above columns with a special cell, because a cell may be only one pixel high."""
     line = 12 * len(heat_map.rows) / height
@@ -201,7 +187,7 @@ def parameter_chart(axis: Axis, series: Series) -> Chart:
     shown = "the largest value among them; anything that is not finite, or differs, shows"
     captions += [
         "A triangle above a column: something in it differs (red), or is not finite (black).",
-        *chart.column_captions(grid, shown),
+        *grid.captions(shown),
         *chart.row_captions(cells.rows, "parameters"),
     ]
     heat_map = _HeatMap(
@@ -215,7 +201,7 @@ def parameter_chart(axis: Axis, series: Series) -> Chart:
         special=[*zip((_WHITE, _LIGHT, flagged, _BLACK), labels, strict=True)],
         item="parameter",
         rows=[_row_labels(names[first : last + 1]) for first, last in cells.rows.spans],
-        columns=chart.column_labels(grid),
+        columns=grid.labels,
         value_title=value_title,
         other=other,
     )
@@ -223,10 +209,15 @@ def parameter_chart(axis: Axis, series: Series) -> Chart:
 
 
 def _row_labels(names: Sequence[str]) -> tuple[str, str]:
-    first = names[0].strip("'\"").replace("$$", "$ $")  # bokeh reads two dollar signs as TeX
+    """Labels of a row with these parameters: that of the hover, and that of the axis."""
+    short = names[0].strip("'\"").replace("$$", "$ $")  # bokeh reads two dollar signs as TeX
+    if len(short) > _MAX_LABEL:  # m.e.l.4.weight
+        short = re.sub(r"([a-zA-Z_])\w*\.", r"\1.", short)
+    if len(short) > _MAX_LABEL:
+        short = "…" + short[1 - _MAX_LABEL :]
     if len(names) == 1:
-        return names[0], first
-    return f"{names[0]} to {names[-1]} ({len(names)} parameters)", f"{first} +{len(names) - 1}"
+        return names[0], short
+    return f"{names[0]} to {names[-1]} ({len(names)} parameters)", short
 
 
 def wait_chart(axis: Axis, calls: CallTable, grid: Grid, label: str) -> Chart:
@@ -238,10 +229,11 @@ def wait_chart(axis: Axis, calls: CallTable, grid: Grid, label: str) -> Chart:
     cells = Cells(chart.Bins.at_most(calls.world_size, chart.MAX_ROWS), grid.count)
     for step, waited in zip(calls.steps, calls.waited.T, strict=True):
         cells.add_values(grid.column(int(step)), waited)
-    found = stragglers(calls.waited)
+    last, seconds = stragglers_by_step(calls.waited)
+    found = sorted({*last.tolist()} - {NO_RANK}, key=lambda rank: (-seconds[last == rank].sum(), rank))
     captions = () if label == "B" else _WAIT_CAPTIONS  # the chart of A has them
     more = [f"{len(found) - _MAX_STRAGGLERS} more ranks were last, and cost less."] * (len(found) > _MAX_STRAGGLERS)
-    bins = *chart.column_captions(grid, "the longest wait"), *chart.row_captions(cells.rows, "ranks")
+    bins = *grid.captions("the longest wait"), *chart.row_captions(cells.rows, "ranks")
     classes, ramp = chart.classify(cells.largest, _WAIT_DECADES)
     ranks = [f"rank {first}" if first == last else f"ranks {first}-{last}" for first, last in cells.rows.spans]
     heat_map = _HeatMap(
@@ -255,20 +247,22 @@ def wait_chart(axis: Axis, calls: CallTable, grid: Grid, label: str) -> Chart:
         special=[(_WHITE, "not recorded"), (_LIGHT, "did not wait")],
         item="rank",
         rows=[*zip(ranks, ranks, strict=True)],
-        columns=_column_labels(calls, grid),
+        columns=_column_labels(calls, grid, last),
         value_title="seconds",
-        table=_straggler_table(found, len(calls.steps)),
+        table=(
+            ("last to come", "steps", "median wait of the others [s]", "all together [s]"),
+            *(_straggler_cells(rank, seconds[last == rank], len(last)) for rank in found[:_MAX_STRAGGLERS]),
+        ),
     )
     return _draw(axis, heat_map)
 
 
-def _column_labels(calls: CallTable, grid: Grid) -> list[str]:
-    """Steps and most frequent straggler of every column."""
-    ranks, _ = stragglers_by_step(calls.waited)
+def _column_labels(calls: CallTable, grid: Grid, last: Indices) -> list[str]:
+    """Steps and most frequent straggler of every column. ``last``: the straggler of each step."""
     columns = np.array([grid.column(int(step)) for step in calls.steps])
-    labels = chart.column_labels(grid)
+    labels = grid.labels
     for column in np.unique(columns):
-        in_column = ranks[columns == column]
+        in_column = last[columns == column]
         found, counts = np.unique(in_column[in_column != NO_RANK], return_counts=True)
         if len(found):
             times = f" in {counts.max()} of {len(in_column)} steps" if len(in_column) > 1 else ""
@@ -276,9 +270,6 @@ def _column_labels(calls: CallTable, grid: Grid) -> list[str]:
     return labels
 
 
-def _straggler_table(found: Sequence[Straggler], steps: int) -> tuple[tuple[str, ...], ...]:
-    rows = [
-        (f"rank {item.rank}", f"{item.times} of {steps}", f"{item.median_seconds:.3g}", f"{item.seconds:.3g}")
-        for item in found[:_MAX_STRAGGLERS]
-    ]
-    return ("last to come", "steps", "median wait of the others [s]", "all together [s]"), *rows
+def _straggler_cells(rank: int, cost: Floats, steps: int) -> tuple[str, ...]:
+    """``cost``: the seconds that the other ranks waited in each step for which this rank was the last."""
+    return f"rank {rank}", f"{len(cost)} of {steps}", f"{np.median(cost):.3g}", f"{cost.sum():.3g}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from bokeh.models import ColumnDataSource, GlyphRenderer, HoverTool, Legend, LegendItem
@@ -17,7 +17,6 @@ from legacy_ddp.debug._page.series import (
     LoggedValues,
     Metric,
     RankTable,
-    missing_noise_reason,
     noise_scales,
     outliers,
 )
@@ -31,21 +30,16 @@ _COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00"),
     *("#332288", "#882255", "#999933", "#44aa99", "#000000", "#aa4499"),
 )
+_NO_NORMS = "in no step do two ranks that took part, and the reduced gradient, have a finite norm in the trace"
 _LOG_FROM = 20.0  # ratio of largest to smallest value from which the axis is logarithmic
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Style:
-    """Style of the lines of a run. Lines of two runs stay visible on top of each other."""
-
-    dash: str = "solid"
-    width: float = 1.6
-    alpha: float = 1.0
-
-
-_TWO_RUNS = (_Style("solid", 5.0, 0.4), _Style("dashed"))
+# Arguments of bokeh for the lines of a run. Lines of two runs stay visible on top of each other.
+_Style = Mapping[str, Any]
+_ONE_RUN: _Style = {"line_width": 1.6}
+_TWO_RUNS: Sequence[_Style] = ({"line_width": 5.0, "alpha": 0.4}, {**_ONE_RUN, "line_dash": "dashed"})
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class _Line:
     steps: NDArray[np.int64]
     values: Floats
     colour: str
-    style: _Style = _Style()
+    style: _Style
     ranks: NDArray[np.intp] | None = None
 
 
@@ -72,12 +66,13 @@ def noise_scale_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[s
     """The gradient noise scale: larger batches than this hardly help."""
     captions, windows, lines = [], [], []
     for run, label, colour in zip(calls, labels, _COLOURS, strict=False):
-        if reason := missing_noise_reason(run):
+        steps, scales, window = noise_scales(run)
+        if not window:
+            reason = _NO_NORMS if run.world_size > 1 else "it compares ranks, and there is only one"
             captions.append(f"Left out{f' for {label}' if label else ''}: {reason}.")
             continue
-        steps, scales, window = noise_scales(run)
         windows.append(f"{window} recorded steps{f' ({label})' if label else ''}")
-        lines.append(_Line(_with_run(label, "noise scale"), label, steps, scales, colour))
+        lines.append(_Line(_with_run(label, "noise scale"), label, steps, scales, colour, _ONE_RUN))
     if windows:
         captions.append(
             f"Each point averages both parts of the estimate over {', '.join(windows)} up to it, and then divides "
@@ -148,7 +143,7 @@ def _left_out(what: str, names: Sequence[str]) -> Iterable[Chart]:
 
 
 def _styles(runs: Sequence[object]) -> Sequence[_Style]:
-    return _TWO_RUNS if len(runs) == 2 else (_Style(),)
+    return _TWO_RUNS if len(runs) == 2 else (_ONE_RUN,)
 
 
 def _with_run(run: str, label: str) -> str:
@@ -173,7 +168,7 @@ def _rank_chart(
 
     ``damaged``: of each run, the ranks and steps that get a cross.
     """
-    many = max(table.world_size for table in tables) > _MAX_RANKS
+    many = max(len(table.values) for table in tables) > _MAX_RANKS
     captions, lines = _run_captions(labels), list[_Line]()
     for table, label, style in zip(tables, labels, _styles(tables), strict=True):
         lines += _summary_lines(table, label, style) if many else _rank_lines(table, label, style)
@@ -208,7 +203,7 @@ def _summary_lines(table: RankTable, label: str, style: _Style) -> Iterator[_Lin
 def _summary_caption(table: RankTable, label: str) -> str:
     found = outliers(table.values)
     return (
-        f"{label or 'The run'} has {table.world_size} ranks: the pointer shows whose the smallest, the median and the "
+        f"{label or 'The run'} has {len(table.values)} ranks: the pointer shows whose the smallest, the median and the "
         f"largest value are. Off the median by a factor of {OUTLIER_FACTOR} in half of the steps: "
         f"{name_ranks(found) if found else 'none'}."
     )
@@ -246,16 +241,15 @@ def _draw_line(plot: figure, line: _Line, value_title: str) -> GlyphRenderer:
     points = {"step": line.steps[kept], "value": line.values[kept]}
     if line.ranks is not None:
         points["rank"] = line.ranks[kept]
-    colour = {"color": line.colour, "alpha": line.style.alpha}
-    drawn = {"source": ColumnDataSource(points), "line_dash": line.style.dash, "line_width": line.style.width}
-    curve = plot.line("step", "value", **drawn, **colour)
+    curve = plot.line("step", "value", source=ColumnDataSource(points), color=line.colour, **line.style)
     renderers = [curve]
     # A line with one point between two gaps is invisible.
     gap = np.isnan(np.concatenate(([np.nan], points["value"], [np.nan])))
     single = ~gap[1:-1] & gap[:-2] & gap[2:]
     if single.any():
         dots = ColumnDataSource({name: values[single] for name, values in points.items()})
-        renderers.append(plot.scatter("step", "value", source=dots, size=7, **colour))
+        alpha = line.style.get("alpha", 1.0)
+        renderers.append(plot.scatter("step", "value", source=dots, size=7, color=line.colour, alpha=alpha))
     owner = line.owner if line.ranks is None else f"{line.owner}: rank @rank"
     tips = [("of", owner), ("step", "@step"), (value_title, "@value{%.4g}")]
     plot.add_tools(HoverTool(renderers=renderers, tooltips=tips, formatters={"@value": "printf"}, visible=False))
@@ -291,12 +285,6 @@ def _add_legend(plot: figure, entries: Sequence[tuple[str, GlyphRenderer]]) -> N
         by_label.setdefault(label, []).append(renderer)
     if len(entries) > 1:
         items = [LegendItem(label={"value": label}, renderers=renderers) for label, renderers in by_label.items()]
-        small = {
-            "label_text_font_size": "11px",
-            "label_height": 14,
-            "glyph_width": 14,
-            "spacing": 0,
-            "padding": 2,
-            "margin": 4,
-        }
-        plot.add_layout(Legend(items=items, click_policy="hide", border_line_color=None, **small), "right")
+        legend = Legend(items=items, click_policy="hide", border_line_color=None, label_text_font_size="11px")
+        legend.update(label_height=14, glyph_width=14, spacing=0, padding=2, margin=4)
+        plot.add_layout(legend, "right")

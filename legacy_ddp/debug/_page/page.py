@@ -55,49 +55,40 @@ def write_page(runs: Sequence[Run], output: Path) -> None:
     Raises:
         TraceError: a trace file cannot be read, ``output`` cannot be written, or ``output`` is no report.
     """
-    with reserved(output) as part:
-        comparison = compare_ranks(runs[0]) if len(runs) == 1 else compare_runs(runs[0], runs[1])
-        publish(render(runs, comparison, lines(comparison)), part, output)
-
-
-@contextmanager
-def reserved(output: Path) -> Iterator[Path]:
-    """Create a new file beside ``output``, so that a failure comes before the long comparison. Removed afterwards."""
     _refuse_other_files(output)
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
+    with _explained(output, "written"):
+        part.open("x").close()  # a failure comes before the long comparison
     try:
-        part.open("x").close()
-    except OSError as error:
-        raise TraceError(f"{output} cannot be written: {error.strerror}; name another place with -o") from error
-    try:
-        yield part
+        comparison = compare_ranks(runs[0]) if len(runs) == 1 else compare_runs(runs[0], runs[1])
+        page = render(runs, comparison)
+        with _explained(output, "written"):
+            part.write_text(page, encoding="utf-8", errors="backslashreplace")  # folder names may not be UTF-8
+            os.replace(part, output)  # output is always complete
     finally:
-        with suppress(OSError):  # renamed by publish()
+        with suppress(OSError):  # renamed
             part.unlink()
-
-
-def publish(page: str, part: Path, output: Path) -> None:
-    """Write the page to ``part``, and rename it to ``output``, so that ``output`` is always complete."""
-    try:
-        part.write_text(page, encoding="utf-8", errors="backslashreplace")  # folder names may not be UTF-8
-        os.replace(part, output)
-    except OSError as error:
-        raise TraceError(f"{output} cannot be written: {error.strerror}; name another place with -o") from error
 
 
 def _refuse_other_files(output: Path) -> None:
     """Raises a TraceError if ``output`` is a file but no report: -o may name a trace by mistake."""
-    try:
+    with _explained(output, "read"):
         if not output.exists():
             return
         if not output.is_file():
             raise TraceError(f"{output} is no file, expected a place for a page; name another one with -o")
         with open(output, "rb") as file:
             beginning = file.read(len(_BEGINNING))
-    except OSError as error:
-        raise TraceError(f"{output} cannot be read: {error.strerror}; name another place with -o") from error
     if beginning not in (b"", _BEGINNING):
         raise TraceError(f"{output} exists and is no report; name another place with -o, or remove it")
+
+
+@contextmanager
+def _explained(output: Path, done: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TraceError(f"{output} cannot be {done}: {error.strerror}; name another place with -o") from error
 
 
 def _shown(value: object) -> object:
@@ -105,8 +96,7 @@ def _shown(value: object) -> object:
     return printable_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def render(runs: Sequence[Run], comparison: Comparison, text: Sequence[str]) -> str:
-    """The page about the runs. ``text``: the lines of the comparison."""
+def render(runs: Sequence[Run], comparison: Comparison) -> str:
     series = read_series(runs)
     symbol, verdict_label = _VERDICTS[comparison.verdict]
     labels = ("A", "B")[: len(runs)] if len(runs) == 2 else ("",)
@@ -131,7 +121,7 @@ def render(runs: Sequence[Run], comparison: Comparison, text: Sequence[str]) -> 
         verdict_label=f"{symbol} {verdict_label.upper()}",
         headline=comparison.headline.removeprefix(f"{verdict_label}: "),
         findings=findings,
-        text="\n".join(text),
+        text="\n".join(lines(comparison)),
         columns=labels if len(runs) == 2 else ("all ranks",),
         environment=environment,
         differing=sum(bool(row.differs) for row in environment),
@@ -146,10 +136,10 @@ def render(runs: Sequence[Run], comparison: Comparison, text: Sequence[str]) -> 
 
 def draw_charts(series: Series, labels: Sequence[str]) -> list[Chart]:
     steps = {int(step) for calls in series.calls for step in calls.steps}
+    parameters = series.parameters.grid
     # Equal columns in all charts, unless rank 0 lacks steps of other ranks.
-    grid = series.parameters.grid if series.parameters.grid.holds(steps) else Grid.of(steps)
-    spans = [(item.left, item.last + item.stride / 2) for item in (grid, series.parameters.grid)]
-    axis = Axis.over(min(left for left, _ in spans), max(right for _, right in spans))
+    grid = Grid.of(steps, [parameters.first])
+    axis = Axis(min(parameters.left, grid.left), max(parameters.right, grid.right))
     return [
         *metric_charts(axis, series.metrics, series.calls, labels),
         parameter_chart(axis, series),

@@ -19,7 +19,6 @@ from legacy_ddp.debug._trace.records import Names, Section
 
 # Phases in which all ranks of a run should hold equal values. A row stands for a parameter and its gradient.
 _PHASES = ("reduced_gradients", "parameters")
-_PREFIXES = ("gradient of ", "parameter ")
 NO_RANK = -1
 # Factor between a rank's gradient norm and the median. Batches of one distribution do not reach it in half the steps.
 OUTLIER_FACTOR = 1.5
@@ -32,10 +31,6 @@ class RankTable:
 
     steps: NDArray[np.int64]
     values: Floats
-
-    @property
-    def world_size(self) -> int:
-        return len(self.values)
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class LoggedValues:
 
     def __init__(self) -> None:
         self.texts: dict[tuple[str, int, str], list[int]] = {}
-        self._numbers: dict[str, dict[int, dict[int, float]]] = {}
+        self._numbers: dict[str, list[tuple[int, int, float]]] = {}
         self._ranks = 0
 
     def add(self, rank: int, trace: RankTrace) -> None:
@@ -78,40 +73,38 @@ class LoggedValues:
                 if isinstance(value, str):
                     last[name] = step, value
                 else:
-                    of_rank = self._numbers.setdefault(name, {}).setdefault(rank, {})
-                    of_rank[step] = value if isfinite(value) else nan
+                    self._numbers.setdefault(name, []).append((rank, step, value if isfinite(value) else nan))
         for name, (step, text) in last.items():
             self.texts.setdefault((name, step, text), []).append(rank)
 
     def tables(self) -> Mapping[str, RankTable]:
-        return {name: self._table(of_ranks) for name, of_ranks in self._numbers.items()}
+        return {name: self._table(*np.array(rows).T) for name, rows in self._numbers.items()}
 
-    def _table(self, of_ranks: Mapping[int, Mapping[int, float]]) -> RankTable:
-        steps = np.array(sorted({step for values in of_ranks.values() for step in values}), dtype=np.int64)
-        table = np.full((self._ranks, len(steps)), np.nan)
-        for rank, values in of_ranks.items():
-            table[rank, np.searchsorted(steps, np.array([*values]))] = [*values.values()]
-        return RankTable(steps, table)
+    def _table(self, ranks: Floats, steps: Floats, values: Floats) -> RankTable:
+        distinct, columns = np.unique(steps, return_inverse=True)
+        table = np.full((self._ranks, len(distinct)), np.nan)
+        table[ranks.astype(np.intp), columns] = values
+        return RankTable(distinct.astype(np.int64), table)
 
 
 class ParameterCells:
-    """Cells of parameters by step. ``names``: of parameters, in the order of the trace.
+    """Cells of parameters by step, over the steps and parameters of ``traces``, in the order of the first.
 
     For one run ``cells.largest`` holds the norms of reduced gradients on rank 0, and ``cells.differs`` tells where
     ranks differ. For two runs ``cells.largest`` holds relative differences of norms, and ``cells.differs`` tells where
     bits differ.
     """
 
-    def __init__(self, names: Sequence[str], grid: Grid) -> None:
-        self.names = tuple(names)
-        self.grid = grid
+    def __init__(self, traces: Sequence[RankTrace]) -> None:
+        declared = [names.names for trace in traces for phase in _PHASES for names in trace.declared(phase)]
+        self.names = tuple(dict.fromkeys(_parameter(name) for names in declared for name in names))
+        steps = [(step, step < trace.environment.first_step) for trace in traces for step in trace.steps]
+        self.grid = Grid.of(
+            {step for step, is_start in steps if not is_start}, {step for step, is_start in steps if is_start}
+        )
         self.cells = Cells(Bins.at_most(len(self.names), MAX_ROWS), self.grid.count)
         self._index_of = {name: index for index, name in enumerate(self.names)}
         self._indices: dict[Names, Indices] = {}
-
-    @staticmethod
-    def over(traces: Sequence[RankTrace]) -> "ParameterCells":
-        return ParameterCells(_names(traces), _grid(traces))
 
     def add_norms(self, trace: RankTrace, *, shown: bool) -> dict[int, float]:
         """Add non-finite elements of the reduced gradients of rank 0; with ``shown`` their norms, too.
@@ -133,7 +126,8 @@ class ParameterCells:
 
     def add_rank_differences(self, first: RankTrace, other: RankTrace) -> None:
         for step, left, right in _differing_sections(first, other):
-            self._add_differing(step, self._by_parameter(left)[0] != self._by_parameter(right)[0])
+            differing = self._by_parameter(left)[0] != self._by_parameter(right)[0]
+            self.cells.add_differing(self.grid.column(step), differing)
             self._add_nonfinite(step, right)
 
     def add_run_differences(self, a: RankTrace, b: RankTrace, drawn: tuple[RankTrace, RankTrace] | None = None) -> None:
@@ -145,7 +139,7 @@ class ParameterCells:
             differing = values != other_values
             distances = np.where(differing, _relative_differences(norms, other_norms), np.nan)
             self.cells.add_values(self.grid.column(step), distances)
-            self._add_differing(step, differing)
+            self.cells.add_differing(self.grid.column(step), differing)
             self._add_nonfinite(step, left)
             self._add_nonfinite(step, right)
 
@@ -174,9 +168,6 @@ class ParameterCells:
         elif section := trace.section(step, phase):
             values[self._indices_of(section.names)] = 0.0
         return values[:-1]
-
-    def _add_differing(self, step: int, differing: NDArray[np.bool_]) -> None:
-        self.cells.add_differing(self.grid.column(step), np.flatnonzero(differing))
 
     def _add_nonfinite(self, step: int, section: Section) -> None:
         indices = self._indices_of(section.names)
@@ -219,21 +210,9 @@ def _differing_sections(
             yield step, left, right
 
 
-def _names(traces: Sequence[RankTrace]) -> list[str]:
-    declared = [names.names for trace in traces for phase in _PHASES for names in trace.declared(phase)]
-    return list(dict.fromkeys(_parameter(name) for names in declared for name in names))
-
-
 def _parameter(name: str) -> str:
-    for prefix in _PREFIXES:
-        if name.startswith(prefix):
-            return name[len(prefix) :]
-    return name
-
-
-def _grid(traces: Sequence[RankTrace]) -> Grid:
-    steps = [(trace.environment.first_step, step) for trace in traces for step in trace.steps]
-    return Grid.of({step for first, step in steps if step >= first}, {step for first, step in steps if step < first})
+    """The parameter of an entry; quotation marks stand around its name."""
+    return name.removeprefix("gradient of ").removeprefix("parameter ")
 
 
 @dataclass(frozen=True)
@@ -320,7 +299,7 @@ def read_series(runs: Sequence[Run]) -> Series:
     """Data of a page about one run or two. At most four files are open at a time."""
     with ExitStack() as files:
         firsts = [files.enter_context(run.open(0)) for run in runs]
-        parameters = ParameterCells.over(firsts)
+        parameters = ParameterCells(firsts)
         reduced = [parameters.add_norms(first, shown=len(runs) == 1) for first in firsts]
         if len(runs) == 2:
             parameters.add_run_differences(firsts[0], firsts[1])
@@ -344,19 +323,6 @@ def read_series(runs: Sequence[Run]) -> Series:
     return Series(parameters, tables, every_rank, metrics, logged)
 
 
-@dataclass(frozen=True)
-class Straggler:
-    """A rank for which the other ranks waited. ``times``: number of steps with such a wait.
-
-    ``median_seconds``, ``seconds``: median and sum over these steps of the median wait of the other ranks.
-    """
-
-    rank: int
-    times: int
-    median_seconds: float
-    seconds: float
-
-
 def stragglers_by_step(waited: Floats) -> tuple[NDArray[np.intp], Floats]:
     """For each step the rank with the shortest wait, and the difference to the median wait of the other ranks.
 
@@ -371,15 +337,6 @@ def stragglers_by_step(waited: Floats) -> tuple[NDArray[np.intp], Floats]:
     return ranks, seconds
 
 
-def stragglers(waited: Floats) -> list[Straggler]:
-    ranks, seconds = stragglers_by_step(waited)
-    found = []
-    for rank in np.unique(ranks[ranks != NO_RANK]):
-        cost = seconds[ranks == rank]
-        found.append(Straggler(int(rank), len(cost), float(np.median(cost)), float(cost.sum())))
-    return sorted(found, key=lambda item: (-item.seconds, item.rank))
-
-
 def outliers(values: Floats) -> list[int]:
     """Ranks that are off the median by ``OUTLIER_FACTOR`` in half of their steps with positive values."""
     known = np.where(values > 0, values, np.nan)
@@ -389,25 +346,13 @@ def outliers(values: Floats) -> list[int]:
     return [rank for rank, row in enumerate(rows) if len(row) and np.median(row) >= np.log(OUTLIER_FACTOR)]
 
 
-def missing_noise_reason(calls: CallTable) -> str:
-    if calls.world_size < 2:
-        return "it compares ranks, and there is only one"
-    if not len(_estimates(calls)[0]):
-        return "in no step do two ranks that took part, and the reduced gradient, have a finite norm in the trace"
-    return ""
-
-
-def noise_window(steps: int) -> int:
-    return min(steps, _MAX_WINDOW, max(_MIN_WINDOW, steps // _WINDOW_SHARE))
-
-
 def noise_scales(calls: CallTable) -> tuple[NDArray[np.int64], Floats, int]:
-    """Steps, the noise scale at each step, and the number of estimates averaged for each.
+    """Steps, the noise scale at each step, and the number of estimates averaged for each, 0 without an estimate.
 
     Signal and noise are averaged before the division. NaN if an average is not positive.
     """
     steps, signal, noise = _estimates(calls)
-    window = noise_window(len(steps))
+    window = min(len(steps), _MAX_WINDOW, max(_MIN_WINDOW, len(steps) // _WINDOW_SHARE))
     if not window:
         return steps, signal, 0
     windows = np.lib.stride_tricks.sliding_window_view

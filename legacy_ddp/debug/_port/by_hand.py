@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeGuard
 
+from legacy_ddp.debug._port.gradients import ALIASES, SHAPE, WRITERS, Gradients, has_grad, is_optimizer, items, root
 from legacy_ddp.debug._port.script import (
     Block,
     Functions,
@@ -21,29 +22,18 @@ from legacy_ddp.debug._port.script import (
     arguments,
     called_name,
     nodes_in,
-    pairs,
     values_given,
 )
 
-# Calls that change the shape of gradients, but no value.
-_SHAPE = {"_flatten_dense_tensors", "_unflatten_dense_tensors", "append", "cat", "clone", "contiguous", "detach"}
-_SHAPE |= {"extend", "flatten", "list", "narrow", "ravel", "reshape", "reshape_as", "split", "squeeze", "stack"}
-_SHAPE |= {"tuple", "unsqueeze", "view", "view_as", "zip"}
-_COPIES = {"_flatten_dense_tensors", "cat", "clone", "contiguous", "flatten", "ravel", "reshape", "stack"}
 # Other calls that may be in lines that only average.
 _PLAIN = {"all_reduce", "copy_", "div", "div_", "element_size", "enumerate", "float", "get_world_size", "int", "len"}
 _PLAIN |= {"mul_", "named_parameters", "no_grad", "numel", "parameters", "range", "size", "wait"}
 _METHODS_THAT_CAST = ("float", "int")
 _STATEMENTS = ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Expr | ast.For | ast.If | ast.With | ast.Pass
 _STATEMENTS |= ast.Continue | ast.Return
-_LOOPS = ast.For | ast.comprehension
-_REDUCING = re.compile(r"torch\.distributed\.(all_reduce|reduce_scatter|reduce)(_\w+)?")
 # Names of divisors that are the number of ranks: for certain, and probably.
 _WORLD_SIZE = re.compile(r"(?i)(.*\W)?\w*world_?size(\(.*\))?|os\.(getenv|environ)\W.*WORLD_SIZE.*")
 _COUNT = re.compile(r"(?i)(.*\W)?\w*(num_?(procs?|processes|gpus?|ranks|replicas)|n_?(gpus?|procs?|ranks?))(\(.*\))?")
-# Functions of other files that seem to average gradients.
-_BY_NAME = re.compile(r"(?i)(?!.*(no_sync|clip))(?=.*grad)(?=.*(av(era)?g|mean|reduce|sync)).*|(all_?)?reduce_param.*")
-_WRITERS = ("append", "extend", "copy_", "div_", "mul_")
 # A divisor with one of these, such as `4 * world_size`, is not the number of ranks.
 _ARITHMETIC = ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.Compare | ast.IfExp
 _HOOKS = ("queue_callback", "register_hook", "register_post_accumulate_grad_hook")
@@ -67,14 +57,28 @@ class Average:
     divisor: str = ""  # probably the number of ranks
 
     @property
-    def lines(self) -> str:
-        first, last = self.statements[0].lineno, self.statements[-1].end_lineno
-        return f"line {first} reduces" if first == last else f"lines {first} to {last} reduce"
-
-    @property
     def replacement(self) -> str:
         """The new call without the name of its function."""
         return f"({self.source or 'module'}{f', process_group={self.group}' if self.group else ''})"
+
+    def text(self, call: str, problem: str) -> str:
+        """The remark about the lines. ``call``: the new call. ``problem``: why it does not replace them, or empty."""
+        first, last = self.statements[0].lineno, self.statements[-1].end_lineno
+        lines = f"line {first} reduces" if first == last else f"lines {first} to {last} reduce"
+        text = f"{lines} gradients by hand"
+        if problem:
+            return (
+                f"{text}, {problem}; {call} takes the place of the collective and of a division by the number of ranks"
+            )
+        text += f"; {call} takes their place"
+        if self.divisor:
+            text += f"; they divide by {self.divisor}, and the call by the number of ranks"
+        if self.divides_first:
+            text += "; they divide before the sum, which may round differently"
+        if self.helper is not None:
+            name, begin, end = (getattr(self.helper, field) for field in ("name", "lineno", "end_lineno"))
+            text += f"; delete {name}() in lines {begin} to {end}, if nothing else calls it"
+        return text
 
 
 @dataclass(frozen=True)
@@ -91,154 +95,10 @@ def find_averages(script: Script, others: OtherFiles) -> list[Average]:
     """The averages of a script, in the order of the text. ``others``: the files that it imports."""
     if not script.has_attribute("grad"):
         return []
-    gradients = cache(lambda scope: (Gradients().of(scope), _ALIASES.of(scope)))
+    gradients = cache(lambda scope: (Gradients().of(scope), ALIASES.of(scope)))
     calls = [call for call in script.calls if not is_optimizer(script, script.class_of(call))]
     found = [_Search(script, others, call, *gradients(script.scope(call))).average() for call in calls]
     return [average for average in found if average]
-
-
-def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
-    """The classes of optimizers that reduce gradients themselves, each with its first collective for gradients."""
-    found: dict[str, ast.Call] = {}
-    for call in script.calls:
-        home = script.class_of(call)
-        if is_optimizer(script, home) and _REDUCING.fullmatch(script.dotted(call.func)):
-            scope = script.scope(call)
-            given = {
-                name for name in script.bound if "grad" in name and any(at is scope for at, _ in script.bound[name])
-            }
-            gradients = Gradients(frozenset(given)).of(scope)
-            if any(map(gradients.carries, values_given(call))):
-                found.setdefault(getattr(home, "name", ""), call)
-    return [*found.items()]
-
-
-def is_optimizer(script: Script, node: ast.AST) -> bool:
-    """Whether a class of the script is an optimizer, by its name or those of its bases."""
-    return isinstance(node, ast.ClassDef) and any(map(script.is_optimizer_class, [ast.Name(node.name), *node.bases]))
-
-
-def unknown_helpers(script: Script) -> Iterator[ast.Call]:
-    """The calls of functions of other files that seem to average gradients, by their names or their arguments."""
-    own = {function.name for function in script.functions}
-    for call in script.calls:
-        name = called_name(call)
-        if name in own or script.dotted(call.func).startswith("torch."):
-            continue
-        gets_gradients = re.search("(?i)reduce|average|sync", name) and any(
-            map(Gradients().of(script.scope(call)).carries, values_given(call))
-        )
-        if _BY_NAME.fullmatch(name) or gets_gradients:
-            yield call
-
-
-def collectives(script: Script) -> list[ast.Call]:
-    """The calls of a script that add, or average, over the ranks."""
-    return [call for call in script.calls if _REDUCING.fullmatch(script.dotted(call.func))]
-
-
-def unclear_sums(script: Script) -> list[ast.Call]:
-    """The collectives in functions that also write into ``.grad``: perhaps they are for gradients."""
-    return [call for call in collectives(script) if any(map(_writes_grad, _own_nodes(script.scope(call))))]
-
-
-def _writes_grad(node: ast.AST) -> bool:
-    if isinstance(node, ast.Assign | ast.AugAssign):
-        return any(map(_has_grad, node.targets if isinstance(node, ast.Assign) else [node.target]))
-    if isinstance(node, ast.Call):
-        is_written = called_name(node) in _WRITERS and _has_grad(node.func)
-        return is_written or (called_name(node) == "vector_to_parameters" and _has_grad(node))
-    return False
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """The variables that hold gradients, in any shape, divided or not. ``calls``: those that return their gradients."""
-
-    names: frozenset[str] = frozenset()
-    calls: frozenset[str] = frozenset(_SHAPE | {"div", "new", "new_empty", "new_zeros", "zero_"})
-    writers: tuple[str, ...] = ("append", "extend", "copy_")
-
-    def of(self, scope: ast.AST) -> "Gradients":
-        """The same with the variables of a function."""
-        nodes, found, before = [*_own_nodes(scope)], self, None
-        while found != before:
-            before = found
-            for node in nodes:
-                found = replace(found, names=found.names.union(found._made_by(node)))
-        return found
-
-    def _made_by(self, node: ast.AST) -> set[str]:
-        if isinstance(node, ast.Assign):
-            return {at.id for at, value in pairs(node) if isinstance(at, ast.Name) and self.carries(value)}
-        if isinstance(node, ast.For):
-            return self._of_loop(node)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in self.writers:
-            is_written = any(map(self.carries, node.args)) and not _has_grad(node.func.value)
-            return {_root(node.func.value)} - {""} if is_written else set()
-        return set()
-
-    def _of_loop(self, loop: ast.For | ast.comprehension) -> set[str]:
-        return {target.id for target, value in _items(loop) if isinstance(target, ast.Name) and self.carries(value)}
-
-    def carries(self, node: ast.AST | None) -> bool:
-        """Whether the value of an expression consists of gradients."""
-        if isinstance(node, ast.Name):
-            return node.id in self.names
-        if isinstance(node, ast.Attribute):
-            return node.attr == "grad" or (node.attr == "data" and self.carries(node.value))
-        if isinstance(node, ast.Subscript | ast.Starred):
-            return self.carries(node.value)
-        if isinstance(node, ast.List | ast.Tuple):
-            return any(map(self.carries, node.elts))
-        if isinstance(node, ast.ListComp | ast.GeneratorExp):
-            return replace(self, names=self.names.union(*map(self._of_loop, node.generators))).carries(node.elt)
-        if isinstance(node, ast.BinOp):
-            is_scaled = isinstance(node.op, ast.Div | ast.Mult) and "div" in self.calls
-            return is_scaled and (self.carries(node.left) or self.carries(node.right))
-        if isinstance(node, ast.Call) and called_name(node) in self.calls:
-            return any(map(self.carries, [getattr(node.func, "value", None), *node.args]))
-        return False
-
-
-# The variables that are gradients themselves, not copies.
-_ALIASES = Gradients(calls=frozenset(_SHAPE - _COPIES), writers=("append", "extend"))
-
-
-def _items(loop: ast.For | ast.comprehension) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The variables of a loop, each with the expression that it iterates over."""
-    target, value = loop.target, loop.iter
-    if isinstance(value, ast.Call) and called_name(value) == "enumerate" and isinstance(target, ast.Tuple):
-        target, value = target.elts[-1], value.args[0]
-    if isinstance(value, ast.Call) and called_name(value) == "zip" and isinstance(target, ast.Tuple):
-        yield from zip(target.elts, value.args, strict=False)
-    elif isinstance(value, ast.Call) and called_name(value) == "named_parameters" and isinstance(target, ast.Tuple):
-        yield target.elts[-1], value
-    else:
-        yield target, value
-
-
-def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function with those of inner functions; of a module, without its functions."""
-    if not isinstance(node, ast.Module):
-        yield from ast.walk(node)
-        return
-    todo: list[ast.AST] = [node]
-    while todo:
-        for child in ast.iter_child_nodes(todo.pop()):
-            yield child
-            todo += [] if isinstance(child, Functions) else [child]
-
-
-def _root(node: ast.expr) -> str:
-    """The variable at the beginning of an expression such as ``flat[:n].view(-1)``."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _has_grad(node: ast.AST) -> bool:
-    return any(isinstance(at, ast.Attribute) and at.attr == "grad" for at in ast.walk(node))
 
 
 def summarise(script: Script, nodes: list[ast.AST], gradients: Gradients) -> Sum:
@@ -283,7 +143,7 @@ def is_sum(script: Script, call: ast.Call, gradients: Gradients) -> bool:
 def _is_written(node: ast.AST, gradients: Gradients, aliases: Gradients) -> bool:
     """Whether a node writes a value made of gradients into ``.grad``, or into a list of gradients."""
     if isinstance(node, ast.Assign):
-        return any(map(_has_grad, node.targets)) and gradients.carries(node.value)
+        return any(map(has_grad, node.targets)) and gradients.carries(node.value)
     if isinstance(node, ast.Call) and called_name(node) == "copy_":
         return aliases.carries(getattr(node.func, "value", None)) and any(map(gradients.carries, node.args))
     return False
@@ -344,7 +204,7 @@ class _Search:
     def _helper(self) -> tuple[ast.AST | None, set[str]]:
         """The function that is called, and its parameters that get gradients; None if it does not sum gradients."""
         name = called_name(self.call)
-        if name in _PLAIN | _SHAPE or not any(map(self.gradients.carries, values_given(self.call))):
+        if name in _PLAIN | SHAPE or not any(map(self.gradients.carries, values_given(self.call))):
             return None, set()
         script = self._script_of_helper()
         functions = [function for function in script.functions if function.name == name]
@@ -353,7 +213,7 @@ class _Search:
         (function,) = functions
         given = {name for name, value in arguments(function, self.call).items() if self.gradients.carries(value)}
         gradients = Gradients(frozenset(given)).of(function)
-        aliases = replace(_ALIASES, names=frozenset(given)).of(function)
+        aliases = replace(ALIASES, names=frozenset(given)).of(function)
         nodes = [*ast.walk(function)] if given else []
         sums = [node for node in nodes if isinstance(node, ast.Call) and is_sum(script, node, gradients)]
         is_in_place = any(is_sum(script, call, aliases) for call in sums)
@@ -391,7 +251,7 @@ class _Search:
                 break
             run = block[first : last + 1]
             used = (self.gradients.names & (_loaded(run) | _bound(run))) | _mutated(run)
-            if _has_grad(block[at]) or used & _loaded([block[at]]):
+            if has_grad(block[at]) or used & _loaded([block[at]]):
                 last = at
         while first > 0 and self._belongs(block[first - 1], block[first : last + 1]):
             first -= 1
@@ -420,11 +280,11 @@ class _Search:
                 return False
             if isinstance(node, ast.Call) and node is not self.call:
                 name, is_method = called_name(node), isinstance(node.func, ast.Attribute)
-                if name not in _SHAPE | _PLAIN or (is_method and name in _METHODS_THAT_CAST):
+                if name not in SHAPE | _PLAIN or (is_method and name in _METHODS_THAT_CAST):
                     return False
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if not all(isinstance(target, ast.Name) or _has_grad(target) or _is_item(target) for target in targets):
+                if not all(isinstance(target, ast.Name) or has_grad(target) or _is_item(target) for target in targets):
                     return False
         return True
 
@@ -439,8 +299,8 @@ class _Search:
         """Whether the lines use gradients, or variables of a loop, from the code around them."""
         made, loaded = _bound(run), _loaded(run)
         around = [node for node in self.script.ancestors(run[0]) if isinstance(node, ast.For)]
-        of_loops = {target.id for loop in around for target, _ in _items(loop) if isinstance(target, ast.Name)}
-        roots = {_root(node) for node in nodes_in(run) if isinstance(node, ast.Attribute) and _has_grad(node)}
+        of_loops = {target.id for loop in around for target, _ in items(loop) if isinstance(target, ast.Name)}
+        roots = {root(node) for node in nodes_in(run) if isinstance(node, ast.Attribute) and has_grad(node)}
         return bool(((loaded & self.gradients.names) - made) | ((roots & of_loops) - made))
 
     def _is_about_grad(self, test: ast.expr) -> bool:
@@ -451,7 +311,7 @@ class _Search:
         return (
             all(called_name(call) == "len" for call in calls)
             and all(node.attr in ("grad", "requires_grad") for node in attributes)
-            and names <= {*map(_root, attributes)} | self.gradients.names
+            and names <= {*map(root, attributes)} | self.gradients.names
         )
 
     def _writes(self, node: ast.AST) -> bool:
@@ -466,7 +326,7 @@ class _Search:
         return found
 
     def _source(self, name: ast.Name) -> str:
-        for target, value in (item for loop in self._loops_around(name) for item in _items(loop)):
+        for target, value in (item for loop in self._loops_around(name) for item in items(loop)):
             if isinstance(target, ast.Name) and target.id == name.id:
                 return self._text(value)
         return ""
@@ -474,7 +334,11 @@ class _Search:
     def _loops_around(self, node: ast.AST) -> Iterator[ast.For | ast.comprehension]:
         """The loops and comprehensions around a node, inner ones first."""
         for around in self.script.ancestors(node):
-            yield from (loop for loop in getattr(around, "generators", [around]) if isinstance(loop, _LOOPS))
+            yield from (
+                loop
+                for loop in getattr(around, "generators", [around])
+                if isinstance(loop, ast.For | ast.comprehension)
+            )
 
     def _text(self, value: ast.expr) -> str:
         """The text of an expression; for the parameters of a module, that of the module."""
@@ -604,8 +468,8 @@ def _mutated(statements: list[ast.stmt]) -> set[str]:
         written: ast.expr | None = None
         if isinstance(node, ast.AugAssign):
             written = node.target
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and called_name(node) in _WRITERS:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and called_name(node) in WRITERS:
             written = node.func.value
-        if written is not None and not _has_grad(written):
-            found.add(_root(written))
+        if written is not None and not has_grad(written):
+            found.add(root(written))
     return found - {""}

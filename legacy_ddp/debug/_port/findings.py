@@ -5,13 +5,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from legacy_ddp.debug._port.by_hand import (
-    Average,
-    find_averages,
-    reducing_optimizers,
-    unclear_sums,
-    unknown_helpers,
-)
+from legacy_ddp.debug._port.by_hand import Average, find_averages
+from legacy_ddp.debug._port.gradients import reducing_optimizers, unclear_sums, unknown_helpers
 from legacy_ddp.debug._port.script import Edit, OtherFiles, Script, UnclearError, called_name
 from legacy_ddp.debug._port.steps import (
     LOOPS,
@@ -29,25 +24,6 @@ from legacy_ddp.debug._port.steps import (
 _OURS = "LegacyDistributedDataParallel"
 _IMPORT = f"from legacy_ddp import {_OURS}"
 _FUNCTION = "all_reduce_gradients"
-_MIGRATION, _COMPATIBILITY = "docs/migration.md", "docs/compatibility.md"
-PAGES = {
-    "call": f"{_MIGRATION}#the-place-of-the-call",
-    "files": f"{_MIGRATION}#a-script-in-several-files",
-    "backwards": f"{_MIGRATION}#two-backward-passes-in-a-step-a-gan",
-    "wrappers": f"{_MIGRATION}#several-wrappers",
-    "accumulation": f"{_MIGRATION}#accumulation",
-    "arguments": f"{_MIGRATION}#arguments-and-members",
-    "buffers": f"{_MIGRATION}#buffers-of-each-rank",
-    "evaluation": f"{_MIGRATION}#batchnorm-and-evaluation",
-    "statistics": f"{_MIGRATION}#statistics-that-are-averaged-or-copied",
-    "hand": f"{_MIGRATION}#average-gradients-by-hand",
-    "sampler": "docs/tutorial/whole-script.md#epochs-sampler-and-seeds",
-    "class": f"{_MIGRATION}#the-class-in-other-places",
-    "hooks": f"{_COMPATIBILITY}#communication-hooks-uneven-inputs",
-    "autograd": f"{_COMPATIBILITY}#modules-and-autograd",
-    "checkpoints": f"{_COMPATIBILITY}#groups-checkpoints-data",
-    "members": f"{_COMPATIBILITY}#not-here-and-why",
-}
 _MOVE = "torch DDP moves batches to the device, this wrapper does not"
 _ANY_GRAPH = "no hook in backward waits for a parameter, so each step may use different ones"
 _NO_OVERLAP = "it tunes the overlap with backward, and there is no overlap"
@@ -104,7 +80,7 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Changes, a remark, or both. ``page``: a key of ``PAGES``. ``is_open``: the user decides."""
+    """Changes, a remark, or both. ``page``: a key of ``PAGES`` in :mod:`port`. ``is_open``: the user decides."""
 
     line: int
     page: str
@@ -131,7 +107,7 @@ def find(script: Script, others: OtherFiles) -> list[Finding]:
 
 
 def _on_averages(wrappers: Wrappers, averages: list[Average]) -> Iterator[Finding]:
-    script, is_taken = wrappers.script, wrappers.script.is_bound(_FUNCTION, "legacy_ddp")
+    script, is_taken = wrappers.script, bool(wrappers.script.bound[_FUNCTION])
     function, line = (f"legacy_ddp.{_FUNCTION}", "import legacy_ddp") if is_taken else (_FUNCTION, "")
     is_new = True
     for average in averages:
@@ -144,11 +120,11 @@ def _on_averages(wrappers: Wrappers, averages: list[Average]) -> Iterator[Findin
             if not problem:
                 edits = [script.block_replacement(first, last, call)]
                 if is_new:
-                    edits.append(_new_import(script, line or f"from legacy_ddp import {_FUNCTION}"))
+                    edits.append(script.new_import(line or f"from legacy_ddp import {_FUNCTION}"))
                 is_new = False
         except UnclearError as error:
             edits, problem = [], str(error)
-        yield Finding(first.lineno, "hand", _text_of_average(average, call, problem), bool(problem), tuple(edits))
+        yield Finding(first.lineno, "hand", average.text(call, problem), bool(problem), tuple(edits))
         yield from () if problem else _on_clipping_before(script, average)
 
 
@@ -163,21 +139,6 @@ def _on_clipping_before(script: Script, average: Average) -> Iterator[Finding]:
             yield Finding(call.lineno, "call", text, False)
 
 
-def _text_of_average(average: Average, call: str, problem: str) -> str:
-    text = f"{average.lines} gradients by hand"
-    if problem:
-        return f"{text}, {problem}; {call} takes the place of the collective and of a division by the number of ranks"
-    text += f"; {call} takes their place"
-    if average.divisor:
-        text += f"; they divide by {average.divisor}, and the call by the number of ranks"
-    if average.divides_first:
-        text += "; they divide before the sum, which may round differently"
-    if average.helper is not None:
-        name, begin, end = (getattr(average.helper, field) for field in ("name", "lineno", "end_lineno"))
-        text += f"; delete {name}() in lines {begin} to {end}, if nothing else calls it"
-    return text
-
-
 def _on_optimizers(wrappers: Wrappers, others: OtherFiles) -> Iterator[Finding]:
     """The optimizers that reduce gradients themselves. Also those of imported files, for a step without a wrapper."""
     script = wrappers.script
@@ -185,9 +146,9 @@ def _on_optimizers(wrappers: Wrappers, others: OtherFiles) -> Iterator[Finding]:
         yield Finding(call.lineno, "hand", _text_of_optimizer(name, call, ""))
     steps = [] if wrappers.made else find_steps(script)
     if steps:
-        for file in others.files_of_two_levels(script, "torch.distributed"):
-            for name, call in reducing_optimizers(file.script):
-                yield Finding(steps[0].backwards[0].lineno, "hand", _text_of_optimizer(name, call, str(file.path)))
+        for path, other in others.files_of_two_levels(script, "torch.distributed"):
+            for name, call in reducing_optimizers(other):
+                yield Finding(steps[0].backwards[0].lineno, "hand", _text_of_optimizer(name, call, path))
 
 
 def _text_of_optimizer(name: str, call: ast.Call, file: str) -> str:
@@ -223,7 +184,7 @@ def _on_class(wrappers: Wrappers) -> Iterator[Finding]:
     script, edits = wrappers.script, [*_class_edits(wrappers)]
     constructors = [call.func for call in wrappers.made]
     for use in wrappers.uses:
-        if use not in constructors and not _is_type(script, use):
+        if use not in constructors and not script.is_type(use):
             yield Finding(use.lineno, "class", "the class is used as a value; check what is done with it")
     if edits:
         yield Finding(1, "class", "", False, tuple(edits))
@@ -234,7 +195,7 @@ def _on_class(wrappers: Wrappers) -> Iterator[Finding]:
 def _class_edits(wrappers: Wrappers) -> Iterator[Edit]:
     script = wrappers.script
     ours = [(node, alias) for node, alias in script.imported_from if script.is_ddp_import(node, alias)]
-    is_taken = script.is_bound(_OURS, "legacy_ddp")  # then torch's name stays, as that of this class
+    is_taken = bool(script.bound[_OURS])  # then torch's name stays, as that of this class
     renamed = {alias.name for _, alias in ours if not alias.asname and not is_taken}
     for node, alias in ours:
         _refuse_other_meanings(script, alias.asname or alias.name, [alias for _, alias in ours])
@@ -243,7 +204,7 @@ def _class_edits(wrappers: Wrappers) -> Iterator[Edit]:
     if full and is_taken:
         raise UnclearError(full[0].lineno, f"{_OURS} has another meaning in this file; rename one of the two")
     if full and not any(node in script.tree.body and not alias.asname for node, alias in ours):
-        yield _new_import(script, _IMPORT)
+        yield script.new_import(_IMPORT)
     for use in [*full, *(use for use in wrappers.uses if isinstance(use, ast.Name) and use.id in renamed)]:
         yield script.replacement(use, _OURS)
 
@@ -272,24 +233,6 @@ def _import_edits(script: Script, node: ast.ImportFrom, alias: ast.alias, name: 
     yield Edit(*module.span(1), "legacy_ddp")
     text = _OURS if alias.asname or not name else f"{_OURS} as {name}"
     yield Edit(script.start(alias), script.start(alias) + len(alias.name), text)
-
-
-def _new_import(script: Script, line: str) -> Edit:
-    body = script.tree.body
-    count = int(ast.get_docstring(script.tree) is not None)
-    while count < len(body) and isinstance(body[count], ast.Import | ast.ImportFrom):
-        count += 1
-    return script.insertion(body[max(count - 1, 0)], [line], is_before=count == 0)
-
-
-def _is_type(script: Script, node: ast.AST) -> bool:
-    parent = script.parent(node)
-    if isinstance(parent, ast.Tuple | ast.Subscript | ast.BinOp):
-        return _is_type(script, parent)
-    if isinstance(parent, ast.Call):
-        return called_name(parent) in ("isinstance", "issubclass")
-    is_annotation = node in (getattr(parent, "annotation", None), getattr(parent, "returns", None))
-    return is_annotation or isinstance(parent, ast.Compare)
 
 
 def _on_arguments(wrappers: Wrappers) -> Iterator[Finding]:
@@ -406,7 +349,7 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
     lines = []
     for name, wrapper in named:
         if wrappers.is_conditional(wrapper, place.statement):
-            lines += [f'if hasattr({name}, "all_reduce"):', f"{_indent(script)}{name}.all_reduce()"]
+            lines += [f'if hasattr({name}, "all_reduce"):', f"{script.indentation}{name}.all_reduce()"]
             text = f"all_reduce() stands behind hasattr(), because {name} is wrapped under a condition and may be plain"
             yield Finding(line, "call", text, False)
         else:
@@ -473,11 +416,6 @@ def _on_clipping(script: Script, step: Step) -> Iterator[Finding]:
                     "right order is all_reduce(), unscale_(optimizer), clipping, step(optimizer)"
                 )
                 yield Finding(call.lineno, "call", text, False)
-
-
-def _indent(script: Script) -> str:
-    found = re.search(r":[ \t]*(?:#.*)?\r?\n(\t| {2,4})\S", script.text)
-    return found[1] if found else "    "
 
 
 def _on_settings(wrappers: Wrappers) -> Iterator[Finding]:

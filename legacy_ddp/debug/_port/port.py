@@ -10,11 +10,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from legacy_ddp._text import printable, wrap
-from legacy_ddp.debug._port.by_hand import collectives
-from legacy_ddp.debug._port.findings import PAGES, Finding, find
+from legacy_ddp.debug._port.findings import Finding, find
+from legacy_ddp.debug._port.gradients import collectives
 from legacy_ddp.debug._port.script import Edit, OtherFiles, Script, ScriptError
 
 _BYTE_ORDER_MARK = "\ufeff"
+# Of the findings.
+_MIGRATION, _COMPATIBILITY = "docs/migration.md", "docs/compatibility.md"
+PAGES = {
+    "call": f"{_MIGRATION}#the-place-of-the-call",
+    "files": f"{_MIGRATION}#a-script-in-several-files",
+    "backwards": f"{_MIGRATION}#two-backward-passes-in-a-step-a-gan",
+    "wrappers": f"{_MIGRATION}#several-wrappers",
+    "accumulation": f"{_MIGRATION}#accumulation",
+    "arguments": f"{_MIGRATION}#arguments-and-members",
+    "buffers": f"{_MIGRATION}#buffers-of-each-rank",
+    "evaluation": f"{_MIGRATION}#batchnorm-and-evaluation",
+    "statistics": f"{_MIGRATION}#statistics-that-are-averaged-or-copied",
+    "hand": f"{_MIGRATION}#average-gradients-by-hand",
+    "sampler": "docs/tutorial/whole-script.md#epochs-sampler-and-seeds",
+    "class": f"{_MIGRATION}#the-class-in-other-places",
+    "hooks": f"{_COMPATIBILITY}#communication-hooks-uneven-inputs",
+    "autograd": f"{_COMPATIBILITY}#modules-and-autograd",
+    "checkpoints": f"{_COMPATIBILITY}#groups-checkpoints-data",
+    "members": f"{_COMPATIBILITY}#not-here-and-why",
+}
 # Libraries that wrap the module themselves, by the beginning of a full name.
 OTHERS = {
     "accelerate": "docs/accelerate.md",

@@ -127,6 +127,22 @@ class Script:
     def is_ddp_import(self, node: ast.ImportFrom, alias: ast.alias) -> bool:
         return f"{node.module}.{alias.name}" in _CLASSES
 
+    def is_type(self, node: ast.AST) -> bool:
+        """Whether a class stands in an annotation, a comparison, or a test such as ``isinstance()``."""
+        parent = self.parent(node)
+        if isinstance(parent, ast.Tuple | ast.Subscript | ast.BinOp):
+            return self.is_type(parent)
+        if isinstance(parent, ast.Call):
+            return called_name(parent) in ("isinstance", "issubclass")
+        is_annotation = node in (getattr(parent, "annotation", None), getattr(parent, "returns", None))
+        return is_annotation or isinstance(parent, ast.Compare)
+
+    @property
+    def indentation(self) -> str:
+        """That of the first block."""
+        found = re.search(r":[ \t]*(?:#.*)?\r?\n(\t| {2,4})\S", self.text)
+        return found[1] if found else "    "
+
     def _imported_names(self) -> Iterator[tuple[str, str]]:
         for node, alias in self.imported_from:
             yield alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}"
@@ -151,11 +167,6 @@ class Script:
                 values[ast.unparse(node.target)].append((self.scope(node), node.value))
         return values
 
-    def is_bound(self, name: str, module: str) -> bool:
-        """Whether a name has a meaning in the script, other than by an import from ``module``."""
-        ours = [alias for node, alias in self.imported_from if node.module == module]
-        return any(node not in ours for _, node in self.bound[name])
-
     def _bound_names(self) -> dict[str, list[tuple[Scope, ast.AST]]]:
         """The assignments, parameters, definitions and imports of each name, each with its function."""
         names: dict[str, list[tuple[Scope, ast.AST]]] = defaultdict(list)
@@ -172,6 +183,14 @@ class Script:
 
     def replacement(self, node: Located, text: str) -> Edit:
         return Edit(self.start(node), self.end(node), text)
+
+    def new_import(self, line: str) -> Edit:
+        """The edit that writes an import behind the first imports."""
+        body = self.tree.body
+        count = int(ast.get_docstring(self.tree) is not None)
+        while count < len(body) and isinstance(body[count], ast.Import | ast.ImportFrom):
+            count += 1
+        return self.insertion(body[max(count - 1, 0)], [line], is_before=count == 0)
 
     def insertion(self, statement: ast.stmt, lines: list[str], *, is_before: bool) -> Edit:
         """The edit that writes ``lines`` before or after a statement, with its indentation."""
@@ -241,14 +260,6 @@ class Script:
         return "\n"
 
 
-@dataclass(frozen=True)
-class OtherFile:
-    """A file that a script imports; ``path`` is relative to the script."""
-
-    path: Path
-    script: Script
-
-
 class OtherFiles:
     """The files that a script imports from its folder, or from one of the folders around it."""
 
@@ -262,14 +273,17 @@ class OtherFiles:
         found = [file for name in [*plain, *script.imports.values()] for file in self._files(name)]
         return [*dict.fromkeys(found)]
 
-    def files_of_two_levels(self, script: Script, text: str) -> Iterator[OtherFile]:
-        """The files that contain ``text``, among those that a script imports and those that these import."""
+    def files_of_two_levels(self, script: Script, text: str) -> Iterator[tuple[str, Script]]:
+        """The files that contain ``text``, among those that a script imports and those that these import.
+
+        Each with its path from the folder of the script.
+        """
         near = self.files(script)
         far = [file for path in near if (other := self.read(path)) for file in self.files(other)]
         for path in dict.fromkeys([*near, *far]):
             with suppress(OSError, UnicodeDecodeError):
                 if text in path.read_text(encoding="utf-8") and (found := self.read(path)):
-                    yield OtherFile(Path(os.path.relpath(path, self._folders[0])), found)
+                    yield os.path.relpath(path, self._folders[0]), found
 
     def script(self, module: str) -> Script | None:
         """The script of a module by its full name; None if there is no file, or no script in it."""

@@ -9,10 +9,8 @@ import pytest
 from PIL import Image
 from selenium import webdriver
 
-from legacy_ddp.debug._diff.result import Comparison
-from legacy_ddp.debug._page.page import render
-from legacy_ddp.debug._trace.read import open_run
 from tests.helpers.browser import Page, open_browser, reason_missing
+from tests.helpers.report import write_report
 from tests.helpers.traces import NAMES, call_facts, environment, write_trace
 
 needs_browser = pytest.mark.skipif(reason_missing() is not None, reason=str(reason_missing()))
@@ -34,7 +32,7 @@ const tips = found.filter(element => element.classList.contains("bk-Tooltip"))
 const shown = tips.filter(tip => tip.getBoundingClientRect().width > 0)
 const text = shown.map(tip => [...(tip.shadowRoot || tip).querySelectorAll("*")].map(
   part => part.children.length ? "" : part.textContent).join(" ")).join(" ").trim()
-return text.includes(arguments[0]) ? text : null
+return arguments[0].every(part => text.includes(part)) ? text : null
 """
 
 
@@ -60,9 +58,8 @@ def _page(folder: Path, *, runs: int = 1) -> Path:
         (0, 4, "reduced_gradients", f"gradient of {HOVERED!r}"): ("ee" * 8, 0.25, 3),
         (1, 4, "reduced_gradients", f"gradient of {HOVERED!r}"): ("ee" * 8, 0.25, 3),
     }
-    opened = []
-    for number in range(runs):
-        trace = write_trace(
+    traces = [
+        write_trace(
             folder / f"run-{number}",
             steps=20,
             names=names,
@@ -71,11 +68,9 @@ def _page(folder: Path, *, runs: int = 1) -> Path:
             # A large one over few items, so that there is a noise scale.
             calls=lambda step, rank: call_facts(step, rank, local_norm=400.0 + 3 * rank + step % 3),
         )
-        opened.append(open_run(trace))
-    comparison = Comparison((EVIL,), "different", f"Ranks differ: {EVIL}")
-    path = folder / "report.html"
-    path.write_text(render(opened, comparison, ["first line", EVIL]), encoding="utf-8")
-    return path
+        for number in range(runs)
+    ]
+    return write_report(folder, *traces)
 
 
 def _in_cell(step: int, row: int) -> tuple[float, float]:
@@ -104,17 +99,9 @@ def test_every_chart_is_drawn_and_nobody_is_asked_for_anything(
     assert page.console_errors() == []
     assert page.requests() == [page.url]
     assert page.run("return performance.getEntriesByType('resource').map(entry => entry.name)") == []
-
-
-@needs_browser
-def test_names_from_a_trace_are_text_and_no_part_of_the_page(driver: webdriver.Chrome, tmp_path: Path) -> None:
-    page = Page(driver, _page(tmp_path))
-
-    assert page.run("return document.title") == "Report: run-0"
-    assert page.run("return found.filter(element => element.tagName == 'IMG').length") == 0
-    assert EVIL in page.run("return document.querySelector('pre').textContent")
-    assert EVIL in page.run("return document.querySelector('.banner').textContent")
-    assert EVIL in page.run("return document.querySelector('details').textContent")
+    page.run("Bokeh.documents[0].roots()[1].x_range.setv({start: 3, end: 9})")
+    ranges = page.run("return Bokeh.documents[0].roots().map(root => [root.x_range.start, root.x_range.end])")
+    assert ranges == [[3, 9]] * charts, "panning one chart pans all"
 
 
 def _scroll_to(page: Page, chart: int) -> None:
@@ -133,26 +120,26 @@ def _point_at(page: Page, chart: int, across: float, down: float) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize(
-    "step, row, expected",
-    [
+def test_the_pointer_shows_the_parameter_under_it_and_names_from_a_trace_are_text(
+    driver: webdriver.Chrome, tmp_path: Path
+) -> None:
+    page = Page(driver, _page(tmp_path))
+    for step, row, expected in (
         (4, 1, [HOVERED, "4", "0.25", "3 non-finite elements"]),
         (7, 1, [HOVERED, "7", "2.875", "ranks differ"]),
         (9, 0, ["a.bias", "9", "2.125", "nothing to note"]),
         (9, 2, [EVIL, "4.125"]),
         (0, 0, ["a.bias", "start", "none", "no gradient"]),
-    ],
-)
-def test_the_pointer_shows_the_parameter_under_it(
-    driver: webdriver.Chrome, tmp_path: Path, step: int, row: int, expected: list[str]
-) -> None:
-    page = Page(driver, _page(tmp_path))
-    _point_at(page, 0, *_in_cell(step, row))
+    ):
+        _point_at(page, 0, *_in_cell(step, row))
+        shown = page.wait_for(TOOLTIP, expected)
+        assert all(part in shown for part in expected), shown
+    _point_at(page, 2, 10.5 / 21, 0.75)
+    assert page.wait_for(TOOLTIP, ["rank 1", "10, waiting for rank 0", "0.01"])
 
-    shown = page.wait_for(TOOLTIP, expected[0])
-
-    assert all(part in shown for part in expected), shown
     assert page.run("return document.title") == "Report: run-0"
+    assert page.run("return found.filter(element => element.tagName == 'IMG').length") == 0
+    assert EVIL in page.run("return document.querySelector('details').textContent")
     assert page.console_errors() == []
 
 
@@ -183,26 +170,6 @@ def test_what_stands_out_has_a_colour_of_its_own(
     assert colour(7.5 / 21, TRIANGLES * 3 / 4) == RED  # something differs
     assert colour(4.5 / 21, TRIANGLES / 4) == BLACK  # something is not finite
     assert colour(9.5 / 21, TRIANGLES * 3 / 4) == WHITE
-
-
-@needs_browser
-def test_the_pointer_shows_who_was_waited_for(driver: webdriver.Chrome, tmp_path: Path) -> None:
-    page = Page(driver, _page(tmp_path))
-    _point_at(page, 2, 10.5 / 21, 0.75)
-
-    shown = page.wait_for(TOOLTIP, "waiting for")
-
-    assert all(part in shown for part in ("rank 1", "10, waiting for rank 0", "0.01")), shown
-
-
-@needs_browser
-def test_panning_one_chart_pans_all(driver: webdriver.Chrome, tmp_path: Path) -> None:
-    page = Page(driver, _page(tmp_path))
-
-    page.run("Bokeh.documents[0].roots()[1].x_range.setv({start: 3, end: 9})")
-
-    ranges = page.run("return Bokeh.documents[0].roots().map(root => [root.x_range.start, root.x_range.end])")
-    assert ranges == [[3, 9]] * CHARTS
 
 
 @needs_browser

@@ -1,33 +1,33 @@
 """The table of operations on the page: content, marks without colour, long names, and the size of the page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from hashlib import blake2b
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium import webdriver
 
-from legacy_ddp._text import MAX_LINES
-from legacy_ddp.debug._diff.operations import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, finding
-from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding
-from legacy_ddp.debug._operations.align import first_difference
-from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._page.page import cause_table, operation_table, render
-from legacy_ddp.debug._trace.read import open_run
 from tests.helpers.browser import Page, open_browser, reason_missing
-from tests.helpers.operations import changed, model, numbered, operation, rewritten
-from tests.helpers.traces import write_trace
+from tests.helpers.operations import changed, model, operation, rewritten
+from tests.helpers.report import Shown, report, titled, write_report
+from tests.helpers.traces import environment, write_trace
 
 needs_browser = pytest.mark.skipif(reason_missing() is not None, reason=str(reason_missing()))
 LONG = ".".join(f"a_module_with_a_long_name_{index}" for index in range(30))
 EVIL = "<img src=https://example.com/a.png>"
-# The texts of the cells of the first table.
+HEADER = ("", "A", "B", "stage", "module", "operation", "comparison")
+# The texts of the cells of the table of operations.
 CELLS = """
-return [...document.querySelector("section table").rows].map(row => [...row.cells].map(cell => cell.innerText))
+const table = [...document.querySelectorAll("section table")].find(table => table.rows[0].cells.length == 7)
+return [...table.rows].map(row => [...row.cells].map(cell => cell.innerText))
 """
 # The width of the cell, and of a word in it on one line, for three cells of the marked row.
 WIDTHS = """
-const row = [...document.querySelector("section table").rows].find(row => row.cells[0].innerText == "▶")
+const rows = [...document.querySelectorAll("section table")].flatMap(table => [...table.rows])
+const row = rows.find(row => row.cells[0].innerText == "▶")
 const widthOf = (cell, word) => {
   const probe = document.createElement("span")
   probe.style.whiteSpace = "nowrap"
@@ -48,113 +48,113 @@ def driver() -> Iterator[webdriver.Chrome]:
         yield driver
 
 
-def found(module: str = "2", position: int = 7) -> OperationFinding:
-    """A wrong product in a module."""
+def _traces(folder: Path, *sides: Sequence[Any], threads: tuple[str, str] = ("1", "1")) -> list[Path]:
+    """Runs of one rank with these operations in step 3, where the local gradients part."""
+    return [
+        write_trace(
+            folder / name,
+            world_size=1,
+            steps=3,
+            operations=lambda step, _, side=side: _recorded(side) if step == 3 else (),
+            planted={(0, 3, "local_gradients", "gradient of 'a'"): (digest * 16, 1.0)},
+            environments=lambda rank, size, count=count: environment(rank, size, facts={"threads": count}),
+        )
+        for name, side, digest, count in zip("ab", sides, "ef", threads, strict=True)
+    ]
+
+
+def _recorded(operations: Sequence[Any]) -> list[Any]:
+    """The operations with digests of the form that a recorder writes."""
+
+    def hashed(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(replace(item, digest=blake2b(item.digest.encode(), digest_size=8).hexdigest()) for item in values)
+
+    return [replace(item, inputs=hashed(item.inputs), outputs=hashed(item.outputs)) for item in operations]
+
+
+def _wrong_product(module: str = "2", position: int = 7) -> tuple[list[Any], list[Any]]:
     step = changed(model(), position, module=module)
-    other = rewritten(step, position, step[position].outputs[0].digest or "", "wrong")
-    return between(step, other)
+    return step, rewritten(step, position, step[position].outputs[0].digest or "", "wrong")
 
 
-def between(a: list[Operation], b: list[Operation], ranks: tuple[int, ...] = (1,)) -> OperationFinding:
-    sides = numbered(a), numbered(b)
-    difference = first_difference(*sides)
-    assert difference is not None
-    return finding(41, sides, difference, ranks=ranks, facts={})
+def _table(folder: Path, *sides: Sequence[Any]) -> Shown:
+    return titled(report(folder, *_traces(folder, *sides)), "Operations of step 3")
 
 
-def page(folder: Path, operations: OperationFinding | None, causes: tuple[Cause, ...] = ()) -> Path:
-    runs = [open_run(write_trace(folder / name)) for name in ("a", "b")]
-    comparison = Comparison(("a", "b"), "different", "different: somewhere", operations=operations, causes=causes)
-    path = folder / "report.html"
-    path.write_text(render(runs, comparison, ["the text"]), encoding="utf-8")
-    return path
+def test_the_first_difference_has_a_mark_of_its_own_and_what_follows_is_said_to_follow(tmp_path: Path) -> None:
+    table = _table(tmp_path, *_wrong_product())
 
-
-def test_the_first_difference_has_a_mark_of_its_own() -> None:
-    (chart,) = operation_table(found())
-
-    assert chart.title == "Operations of step 41 on rank 1"
-    assert chart.table[0] == ("", "A", "B", "stage", "module", "operation", "comparison")
-    marked = [row for row in chart.table if row[0]]
+    assert table.table[0] == HEADER
+    marked = [row for row in table.table if row[0]]
     assert marked == [("▶", "8", "8", "forward", "2", "aten::mm", "inputs agree, output differs")]
+    assert "After the first difference, operations with other inputs follow from a difference" in table.captions[-1]
 
 
-def test_rows_that_agree_are_not_said_to_follow_from_the_difference() -> None:
+def test_rows_that_agree_are_not_said_to_follow_from_the_difference(tmp_path: Path) -> None:
     step = model()
-    harmless = between(step, [*step[:2], operation("clone", ["h0(x)"], ["h0(x)"]), *step[2:]])
+    table = _table(tmp_path, step, [*step[:2], operation("clone", ["h0(x)"], ["h0(x)"]), *step[2:]])
 
-    captions = ["".join(chart.captions) for of in (found(), harmless) for chart in operation_table(of)]
-
-    assert "After the first difference, operations with other inputs follow from a difference" in captions[0]
-    assert "After the first difference" not in captions[1]
-    assert captions[1].endswith("16 in A, 17 in B.")
+    assert table.captions[-1].endswith("16 in A, 17 in B.")
 
 
-def test_without_a_difference_there_is_no_table() -> None:
-    assert [*operation_table(None)] == []
-
-
-def test_causes_and_operations_stand_before_the_long_list_of_the_page(tmp_path: Path) -> None:
-    cause = Cause("threads", (("A", "1"), ("B", "4")), "first at step 7 on rank 1")
-
-    text = page(tmp_path, found(), (cause,)).read_text(encoding="utf-8")
+def test_causes_and_operations_stand_before_the_long_list_of_the_page_and_names_are_text(tmp_path: Path) -> None:
+    traces = _traces(tmp_path, *_wrong_product(module=EVIL), threads=("1", "4"))
+    text = write_report(tmp_path, *traces).read_text(encoding="utf-8")
 
     parts = (
-        *("may explain it</h2>", "<td>threads, first at step 7 on rank 1</td><td>1 in A, 4 in B</td>"),
-        *("Operations of step 41", "Meaning: The same kernel gave another result", "<pre>the text</pre>"),
+        *("may explain it</h2>", "<td>1 in A, 4 in B</td>"),
+        *(
+            "Operations of step 3",
+            "Meaning: Other kernel, or another order of its sums: threads 1 in A, 4 in B.",
+            "<pre>",
+        ),
         "Difference of the two runs, by parameter and step</h2>",
     )
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-
-
-def test_many_causes_are_cut() -> None:
-    causes = [Cause(f"fact {number}", (("A", "1"), ("B", "2"))) for number in range(MAX_LINES + 3)]
-
-    (chart,) = cause_table(causes)
-
-    assert len(chart.table) == 1 + MAX_LINES
-    assert chart.captions == ("3 more rows are left out.",)
-    assert [*cause_table(())] == []
-
-
-def test_the_table_stays_small(tmp_path: Path) -> None:
-    extra = [operation("mul", [f"e{i}"], [f"e{i + 1}"], module=LONG) for i in range(20_000)]
-    many = between(model(), [*model()[:4], *extra, *model()[4:]], ranks=())
-
-    (chart,) = operation_table(many)
-
-    assert len(chart.table) <= 1 + ROWS_BEFORE + MAX_FIRST + ROWS_AFTER
-    with_table, without = (page(tmp_path / name, held).stat().st_size for name, held in (("a", many), ("b", None)))
-    assert 0 < with_table - without < 40_000
-
-
-def test_names_are_text_and_no_part_of_the_page(tmp_path: Path) -> None:
-    text = page(tmp_path, found(module=EVIL)).read_text(encoding="utf-8")
-
     assert EVIL not in text
     assert f"<td>{EVIL}</td>" in unescape(text)
 
 
+def test_many_causes_are_cut(tmp_path: Path) -> None:
+    traces = [
+        write_trace(
+            tmp_path / name,
+            environments=lambda *at, name=name: environment(*at, facts={f"fact {n}": name for n in range(33)}),
+            planted={(0, 3, "parameters", "parameter 'a'"): (name * 16, 1.0)},
+        )
+        for name in "ab"
+    ]
+
+    causes = titled(report(tmp_path, *traces), "What differs around the training")
+
+    assert len(causes.table) + int(causes.captions[0].split()[0]) == 1 + 33
+    assert causes.captions[0].endswith(" more rows are left out.")
+
+
+def test_the_table_stays_small(tmp_path: Path) -> None:
+    extra = [operation("mul", [f"e{i}"], [f"e{i + 1}"], module=LONG) for i in range(20_000)]
+    traces = _traces(tmp_path, model(), [*model()[:4], *extra, *model()[4:]])
+
+    page = write_report(tmp_path, *traces).read_text(encoding="utf-8")
+
+    assert 0 < page.count(LONG) < 50
+
+
 @needs_browser
-def test_the_table_fits_a_narrow_window_with_long_names(driver: webdriver.Chrome, tmp_path: Path) -> None:
-    shown = Page(driver, page(tmp_path, found(module=LONG)))
+def test_the_table_fits_a_narrow_window_with_long_names_that_break_no_word_of_a_comparison(
+    driver: webdriver.Chrome, tmp_path: Path
+) -> None:
+    shown = Page(driver, write_report(tmp_path, *_traces(tmp_path, *_wrong_product(module=LONG))))
 
     rows = shown.run(CELLS)
 
-    assert rows[0] == ["", "A", "B", "stage", "module", "operation", "comparison"]
+    assert rows[0] == [*HEADER]
     assert [row for row in rows if row[0] == "▶"] == [
         ["▶", "8", "8", "forward", LONG, "aten::mm", "inputs agree, output differs"]
     ]
     assert shown.run("return document.documentElement.scrollWidth <= window.innerWidth")
+    widths = shown.run(WIDTHS)
+    assert all(cell >= word for cell, word in widths), widths
     assert shown.console_errors() == []
     assert shown.requests() == [shown.url]
-
-
-@needs_browser
-def test_words_of_a_comparison_are_not_broken_by_long_names(driver: webdriver.Chrome, tmp_path: Path) -> None:
-    shown = Page(driver, page(tmp_path, found(module=LONG)))
-
-    widths = shown.run(WIDTHS)
-
-    assert all(cell >= word for cell, word in widths), widths

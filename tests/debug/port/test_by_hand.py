@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp.debug._port.port import Port, port
-from legacy_ddp.debug._port.script import ScriptError
+from tests.helpers.command import RefusedError
+from tests.helpers.ported import Ported, ported
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import assert_same_bits
 
@@ -17,14 +17,8 @@ IMPORT = "from legacy_ddp import all_reduce_gradients\n"
 HEAD = "import torch\nimport torch.distributed as dist\n"
 
 
-def _port(text: str, folder: Path) -> Port:
-    script = folder / "train.py"
-    script.write_text(text)
-    return port(script)
-
-
-def _remarks(found: Port) -> list[tuple[bool, str]]:
-    return [(finding.is_open, finding.text) for finding in found.findings if finding.text]
+def _remarks(found: Ported) -> list[tuple[bool, str]]:
+    return [(remark.is_open, remark.text) for remark in found.remarks]
 
 
 # A step as CleanRL's PPO for several GPUs has it: one flat vector, written back piece by piece.
@@ -123,7 +117,7 @@ def _run(rank: int, programs: list[str]) -> list[dict[str, torch.Tensor]]:
 
 def test_a_ported_average_ends_in_the_bits_of_the_average_by_hand(tmp_path: Path) -> None:
     theirs = [START + body for body in (FLAT, BUFFER + HELD, EACH)]
-    found = [_port(program, tmp_path) for program in theirs]
+    found = [ported(program, tmp_path) for program in theirs]
     ours = [one.after for one in found]
     assert all(one.is_complete for one in found)
     assert [program.count("all_reduce(") for program in ours] == [0, 2, 0]  # two in the function that is not called
@@ -136,7 +130,7 @@ def test_a_ported_average_ends_in_the_bits_of_the_average_by_hand(tmp_path: Path
 
 
 def test_the_lines_and_the_function_to_delete_are_named(tmp_path: Path) -> None:
-    (flat, held) = (_remarks(_port(START + body, tmp_path)) for body in (FLAT, BUFFER + HELD))
+    (flat, held) = (_remarks(ported(START + body, tmp_path)) for body in (FLAT, BUFFER + HELD))
 
     assert flat == [(False, "lines 10 to 20 reduce gradients by hand; all_reduce_gradients(module) takes their place")]
     ((is_open, text),) = held
@@ -190,7 +184,7 @@ REPLACED = {
 def test_the_call_takes_the_place_of_the_lines(name: str, tmp_path: Path) -> None:
     before, after = REPLACED[name]
 
-    assert _port(HEAD + before, tmp_path).after == HEAD + IMPORT + after
+    assert ported(HEAD + before, tmp_path).after == HEAD + IMPORT + after
 
 
 LOOP = "for p in net.parameters():\n    dist.all_reduce(p.grad)\n"
@@ -232,7 +226,7 @@ DECISIONS = {
 def test_what_may_be_no_mean_of_a_module_is_left_to_the_user(name: str, tmp_path: Path) -> None:
     lines, words = DECISIONS[name]
 
-    found = _port(HEAD + lines, tmp_path)
+    found = ported(HEAD + lines, tmp_path)
 
     assert any(is_open and words in text for is_open, text in _remarks(found)), _remarks(found)
     assert "all_reduce_gradients" not in found.after
@@ -248,12 +242,12 @@ def test_what_may_be_no_mean_of_a_module_is_left_to_the_user(name: str, tmp_path
     ],
 )
 def test_a_collective_about_something_else_is_no_average_of_gradients(lines: str, tmp_path: Path) -> None:
-    with pytest.raises(ScriptError, match="nothing to port"):
-        _port(HEAD + lines, tmp_path)
+    with pytest.raises(RefusedError, match="nothing to port"):
+        ported(HEAD + lines, tmp_path)
 
 
 def test_a_name_that_the_script_has_already_is_not_shadowed(tmp_path: Path) -> None:
-    found = _port(
+    found = ported(
         f"{HEAD}def all_reduce_gradients(net):\n    for p in net.parameters():\n"
         "        dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)\n",
         tmp_path,
@@ -267,7 +261,7 @@ def test_a_name_that_the_script_has_already_is_not_shadowed(tmp_path: Path) -> N
 def test_a_division_before_the_sum_says_that_it_may_round_differently(tmp_path: Path) -> None:
     lines = "for p in net.parameters():\n    p.grad /= world_size\n    dist.all_reduce(p.grad)\n"
 
-    ((is_open, text),) = _remarks(_port(HEAD + lines, tmp_path))
+    ((is_open, text),) = _remarks(ported(HEAD + lines, tmp_path))
 
     assert (is_open, text.rpartition("; ")[2]) == (False, "they divide before the sum, which may round differently")
 
@@ -301,7 +295,7 @@ def test_a_function_of_another_file_is_read_or_known_by_its_name(
     (tmp_path / "lib" / "helpers.py").write_text(helper)
     (tmp_path / "scripts").mkdir()
 
-    ((found_open, text),) = _remarks(_port(STEP.format(argument), tmp_path / "scripts"))
+    ((found_open, text),) = _remarks(ported(STEP.format(argument), tmp_path / "scripts"))
 
     assert (found_open, words in text) == (is_open, True), text
 
@@ -312,8 +306,8 @@ def test_an_optimizer_that_reduces_is_named_here_and_in_files_behind_those_that_
     step = "from model import build\noptimizer = build()\nloss.backward()\noptimizer.step()\n"
     words = "the optimizer Sharded reduces gradients by itself"
 
-    ((is_open, there),) = _remarks(_port(step, tmp_path))
-    ((_, here),) = _remarks(_port(SHARDED, tmp_path))
+    ((is_open, there),) = _remarks(ported(step, tmp_path))
+    ((_, here),) = _remarks(ported(SHARDED, tmp_path))
 
     assert is_open
     assert there.startswith(f"{words} in sharded.py:9: leave a loop with this optimizer as it is")
@@ -321,8 +315,8 @@ def test_an_optimizer_that_reduces_is_named_here_and_in_files_behind_those_that_
 
 
 def test_an_optimizer_that_sends_parameters_alone_is_not_one_that_reduces(tmp_path: Path) -> None:
-    with pytest.raises(ScriptError, match="nothing to port"):
-        _port(SHARDED.replace("part, grad", "p, p.data"), tmp_path)
+    with pytest.raises(RefusedError, match="nothing to port"):
+        ported(SHARDED.replace("part, grad", "p, p.data"), tmp_path)
 
 
 LINES = """for x in batches:
@@ -349,7 +343,7 @@ LINES = """for x in batches:
     ],
 )
 def test_a_factor_besides_the_number_of_ranks_is_never_dropped(line: str, told: str, tmp_path: Path) -> None:
-    found = _port(f"{HEAD}{LINES.format(line)}", tmp_path)
+    found = ported(f"{HEAD}{LINES.format(line)}", tmp_path)
 
     assert found.after == found.before
     assert [is_open for is_open, _ in _remarks(found)] == [True]
@@ -365,7 +359,7 @@ def test_a_factor_besides_the_number_of_ranks_is_never_dropped(line: str, told: 
     ],
 )
 def test_a_division_by_the_number_of_ranks_is_known_in_each_form(line: str, tmp_path: Path) -> None:
-    found = _port(f"{HEAD}import os\n{LINES.format(line)}", tmp_path)
+    found = ported(f"{HEAD}import os\n{LINES.format(line)}", tmp_path)
 
     assert "all_reduce_gradients(module)" in found.after
     assert "dist.all_reduce" not in found.after
@@ -383,7 +377,7 @@ def test_a_division_by_the_number_of_ranks_is_known_in_each_form(line: str, tmp_
     ],
 )
 def test_an_average_that_is_not_understood_is_told_and_no_wrapper_is_spoken_of(lines: str, tmp_path: Path) -> None:
-    found = _port(f"{HEAD}module(x).sum().backward()\n{lines}\noptimizer.step()\n", tmp_path)
+    found = ported(f"{HEAD}module(x).sum().backward()\n{lines}\noptimizer.step()\n", tmp_path)
 
     assert found.after == found.before
     ((is_open, text),) = _remarks(found)
@@ -395,12 +389,12 @@ def test_an_average_that_is_not_understood_is_told_and_no_wrapper_is_spoken_of(l
 def test_a_clip_before_the_average_is_told(tmp_path: Path) -> None:
     clip = "    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)\n"
     text = HEAD + LINES.format("p.grad /= dist.get_world_size()").replace("backward()\n", f"backward()\n{clip}", 1)
-    found = _port(text, tmp_path)
+    found = ported(text, tmp_path)
 
     assert any("clips the gradients of each rank alone" in text and not is_open for is_open, text in _remarks(found))
 
 
-def test_a_file_with_a_helper_alone_names_the_file_to_port(tmp_path: Path) -> None:
+def test_a_file_with_a_helper_alone_names_the_file_toported(tmp_path: Path) -> None:
     helper = "def average(tensors):\n    for tensor in tensors:\n        dist.all_reduce(tensor)\n        tensor /= 2\n"
-    with pytest.raises(ScriptError, match="goes with the file that calls it"):
-        _port(f"{HEAD}{helper}", tmp_path)
+    with pytest.raises(RefusedError, match="goes with the file that calls it"):
+        ported(f"{HEAD}{helper}", tmp_path)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from legacy_ddp.debug._port.port import Port, port
+from tests.helpers.ported import ported
 
 OURS = "from legacy_ddp import LegacyDistributedDataParallel"
 THEIRS = "from torch.nn.parallel import DistributedDataParallel"
@@ -13,154 +13,110 @@ MADE = f"{THEIRS} as DDP\nmodel = DDP(net)\n"
 HEAD = f"{MADE}optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
-def _port(text: str, folder: Path) -> Port:
-    script = folder / "train.py"
-    script.write_bytes(text.encode())
-    return port(script)
-
-
-def _pages(found: Port, *, is_open: bool = True) -> list[str]:
-    return [finding.page for finding in found.findings if finding.text and finding.is_open is is_open]
-
-
-def _texts(found: Port) -> list[str]:
-    return [finding.text for finding in found.findings if finding.text]
-
-
-# The body of a script, and the body after the port.
+# The body of a script; the port writes the lines with a plus, and removes those with a minus.
 BODIES = {
     "a plain step": (
-        "for x in batches:\n    model(x).backward()  # local\n    optimizer.step()\n",
-        "for x in batches:\n    model(x).backward()  # local\n    model.all_reduce()\n    optimizer.step()\n",
+        "for x in batches:\n    model(x).backward()  # local\n+    model.all_reduce()\n    optimizer.step()\n"
     ),
     "a loop of micro-batches": (
-        "for xs in steps:\n    for x in xs:\n        model(x).backward()\n    # next\n    optimizer.step()\n",
-        "for xs in steps:\n    for x in xs:\n        model(x).backward()\n    model.all_reduce()\n    # next\n"
-        "    optimizer.step()\n",
+        "for xs in steps:\n    for x in xs:\n        model(x).backward()\n+    model.all_reduce()\n    # next\n"
+        "    optimizer.step()\n"
     ),
     "every fourth micro-batch": (
-        "for i, x in data:\n\tmodel(x).backward()\n\tif i % 4 == 0:\n\t\tclip_grad_norm_(model.parameters(), 1)\n"
-        "\t\toptimizer.step()\n",
-        "for i, x in data:\n\tmodel(x).backward()\n\tif i % 4 == 0:\n\t\tmodel.all_reduce()\n"
-        "\t\tclip_grad_norm_(model.parameters(), 1)\n\t\toptimizer.step()\n",
+        "for i, x in data:\n\tmodel(x).backward()\n\tif i % 4 == 0:\n+\t\tmodel.all_reduce()\n"
+        "\t\tclip_grad_norm_(model.parameters(), 1)\n\t\toptimizer.step()\n"
     ),
     "clipping of every micro-batch before a rare step": (
-        "for i, x in data:\n    model(x).backward()\n    clip_grad_norm_(model.parameters(), 1)\n    if i % 4 == 0:\n"
-        "        optimizer.step()\n",
-        "for i, x in data:\n    model(x).backward()\n    model.all_reduce()\n"
-        "    clip_grad_norm_(model.parameters(), 1)\n"
-        "    if i % 4 == 0:\n        optimizer.step()\n",
+        "for i, x in data:\n    model(x).backward()\n+    model.all_reduce()\n"
+        "    clip_grad_norm_(model.parameters(), 1)\n    if i % 4 == 0:\n        optimizer.step()\n"
     ),
     "two branches": (
-        "if scaler:\n    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n"
-        "else:\n    loss.backward()\n    optimizer.step()\n",
-        "if scaler:\n    scaler.scale(loss).backward()\n    model.all_reduce()\n    scaler.unscale_(optimizer)\n"
-        "    scaler.step(optimizer)\nelse:\n    loss.backward()\n    model.all_reduce()\n    optimizer.step()\n",
+        "if scaler:\n    scaler.scale(loss).backward()\n+    model.all_reduce()\n"
+        "    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\nelse:\n    loss.backward()\n"
+        "+    model.all_reduce()\n    optimizer.step()\n"
     ),
     "branches of backward alone": (
-        "if scaler:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\noptimizer.step()",
-        "if scaler:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\n"
-        "model.all_reduce()\noptimizer.step()",
+        "if scaler:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\n+model.all_reduce()\n"
+        "optimizer.step()"
     ),
     "helper functions": (
-        "def backward(loss):\n    loss.backward()\n\ndef update():\n    optimizer.step()\n\nbackward(x)\nupdate()\n",
         "def backward(loss):\n    loss.backward()\n\ndef update():\n    optimizer.step()\n\nbackward(x)\n"
-        "model.all_reduce()\nupdate()\n",
+        "+model.all_reduce()\nupdate()\n"
     ),
     "another name in the function": (
-        "def train(net, opt):\n    net(x).backward()\n    opt.step()\ntrain(model, optimizer)\n",
-        "def train(net, opt):\n    net(x).backward()\n    net.all_reduce()\n    opt.step()\ntrain(model, optimizer)\n",
+        "def train(net, opt):\n    net(x).backward()\n+    net.all_reduce()\n    opt.step()\ntrain(model, optimizer)\n"
     ),
     "a parameter that another file passes": (
-        "def train(model, opt):\n    model(x).backward()\n    opt.step()\n",
-        "def train(model, opt):\n    model(x).backward()\n    model.all_reduce()\n    opt.step()\n",
+        "def train(model, opt):\n    model(x).backward()\n+    model.all_reduce()\n    opt.step()\n"
     ),
-    "lines that go on": (
-        "loss = (\n    a +\n    b)\n(loss\n .backward())\noptimizer.step()\n",
-        "loss = (\n    a +\n    b)\n(loss\n .backward())\nmodel.all_reduce()\noptimizer.step()\n",
-    ),
+    "lines that go on": "loss = (\n    a +\n    b)\n(loss\n .backward())\n+model.all_reduce()\noptimizer.step()\n",
     "a setting of torch DDP": (
-        "for x in xs:\n    model.require_backward_grad_sync = x is last  # why\n"
-        "    model(x).backward()\noptimizer.step()\n",
-        "for x in xs:\n    model(x).backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "for x in xs:\n-    model.require_backward_grad_sync = x is last  # why\n    model(x).backward()\n"
+        "+model.all_reduce()\noptimizer.step()\n"
     ),
     "a setting of torch DDP under a condition": (
-        "for x in xs:\n    if ddp and x:\n        # why\n        model.require_backward_grad_sync = x is last\n"
-        "    model(x).backward()\noptimizer.step()\n",
-        "for x in xs:\n    model(x).backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "for x in xs:\n-    if ddp and x:\n-        # why\n"
+        "-        model.require_backward_grad_sync = x is last\n    model(x).backward()\n+model.all_reduce()\n"
+        "optimizer.step()\n"
     ),
     "a setting of torch DDP in branches": (
-        "if a:\n    b()\nelif ddp:\n    model.require_backward_grad_sync = x\nif f():\n"
-        "    model.require_backward_grad_sync = y\nif a:\n    if ddp:\n        model.require_backward_grad_sync = z\n"
-        "b(); model.require_backward_grad_sync = z\nloss.backward()\noptimizer.step()\n",
-        "if a:\n    b()\nelif ddp:\n    pass\nif f():\n    pass\nb(); pass\n"
-        "loss.backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "if a:\n    b()\nelif ddp:\n-    model.require_backward_grad_sync = x\n+    pass\nif f():\n"
+        "-    model.require_backward_grad_sync = y\n+    pass\n"
+        "-if a:\n-    if ddp:\n-        model.require_backward_grad_sync = z\n"
+        "-b(); model.require_backward_grad_sync = z\n+b(); pass\n"
+        "loss.backward()\n+model.all_reduce()\noptimizer.step()\n"
     ),
     "characters of several bytes": (
-        "größe = '日本'\n日 = loss.backward()  # ü\noptimizer.step()\n",
-        "größe = '日本'\n日 = loss.backward()  # ü\nmodel.all_reduce()\noptimizer.step()\n",
+        "größe = '日本'\n日 = loss.backward()  # ü\n+model.all_reduce()\noptimizer.step()\n"
     ),
-    "carriage returns": (
-        "loss.backward()\r\noptimizer.step()\r\n",
-        "loss.backward()\r\nmodel.all_reduce()\r\noptimizer.step()\r\n",
-    ),
+    "carriage returns": "loss.backward()\r\n+model.all_reduce()\r\noptimizer.step()\r\n",
     "a step under a condition with another branch": (
-        "for i in n:\n    loss.backward()\n    if update_grad:\n        optimizer.step()\n    else:\n        x = 1\n",
-        "for i in n:\n    loss.backward()\n    if update_grad:\n        model.all_reduce()\n        optimizer.step()\n"
-        "    else:\n        x = 1\n",
+        "for i in n:\n    loss.backward()\n    if update_grad:\n+        model.all_reduce()\n"
+        "        optimizer.step()\n    else:\n        x = 1\n"
     ),
     "a step in each branch": (
-        "loss.backward()\nif i % 2:\n    optimizer.step()\nelse:\n    optimizer.step()\n",
-        "loss.backward()\nmodel.all_reduce()\nif i % 2:\n    optimizer.step()\nelse:\n    optimizer.step()\n",
+        "loss.backward()\n+model.all_reduce()\nif i % 2:\n    optimizer.step()\nelse:\n    optimizer.step()\n"
     ),
     "several backward passes": (
-        "a.backward()\nfake = net(b)\nscaler.scale(fake).backward()\noptimizer.step()\n",
-        "a.backward()\nmodel.all_reduce()\nfake = net(b)\nscaler.scale(fake).backward()\nmodel.all_reduce()\n"
-        "optimizer.step()\n",
+        "a.backward()\n+model.all_reduce()\nfake = net(b)\nscaler.scale(fake).backward()\n+model.all_reduce()\n"
+        "optimizer.step()\n"
     ),
     "several backward passes, one with a condition": (
-        "for x in xs:\n    if x:\n        a.backward()\n    b.backward()\n    optimizer.step()\n",
-        "for x in xs:\n    if x:\n        a.backward()\n    b.backward()\n    model.all_reduce()\n"
-        "    optimizer.step()\n",
+        "for x in xs:\n    if x:\n        a.backward()\n    b.backward()\n+    model.all_reduce()\n"
+        "    optimizer.step()\n"
     ),
     "several backward passes of each micro-batch": (
-        "for x in xs:\n    a.backward()\n    b.backward()\noptimizer.step()\n",
-        "for x in xs:\n    a.backward()\n    b.backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "for x in xs:\n    a.backward()\n    b.backward()\n+model.all_reduce()\noptimizer.step()\n"
     ),
     "several backward passes in a function": (
-        "def back(x):\n    x.backward()\n\nback(a)\nback(b)\noptimizer.step()\n",
-        "def back(x):\n    x.backward()\n\nback(a)\nback(b)\nmodel.all_reduce()\noptimizer.step()\n",
+        "def back(x):\n    x.backward()\n\nback(a)\nback(b)\n+model.all_reduce()\noptimizer.step()\n"
     ),
     "several backward passes and a setting of torch DDP": (
-        "model.require_backward_grad_sync = False\na.backward()\nb.backward()\noptimizer.step()\n",
-        "a.backward()\nb.backward()\nmodel.all_reduce()\noptimizer.step()\n",
+        "-model.require_backward_grad_sync = False\na.backward()\nb.backward()\n+model.all_reduce()\noptimizer.step()\n"
     ),
     "an optimizer of another name": (
-        "from torch import optim\no = optim.RMSprop(model.parameters())\no.zero_grad()\nloss.backward()\no.step()\n",
         "from torch import optim\no = optim.RMSprop(model.parameters())\no.zero_grad()\nloss.backward()\n"
-        "model.all_reduce()\no.step()\n",
+        "+model.all_reduce()\no.step()\n"
     ),
     "a backward of another name": (
-        "from torch.autograd import backward as back\nback([loss])\noptimizer.step()\n",
-        "from torch.autograd import backward as back\nback([loss])\nmodel.all_reduce()\noptimizer.step()\n",
+        "from torch.autograd import backward as back\nback([loss])\n+model.all_reduce()\noptimizer.step()\n"
     ),
-    "a profiler": (
-        "loss.backward()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
-        "loss.backward()\nmodel.all_reduce()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
-    ),
+    "a profiler": "loss.backward()\n+model.all_reduce()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
     "a second backward elsewhere": (
-        "if debug:\n    loss.backward()\n    save()\nfor x in xs:\n    loss.backward()\n    optimizer.step()\n",
-        "if debug:\n    loss.backward()\n    save()\nfor x in xs:\n    loss.backward()\n    model.all_reduce()\n"
-        "    optimizer.step()\n",
+        "if debug:\n    loss.backward()\n    save()\nfor x in xs:\n    loss.backward()\n"
+        "+    model.all_reduce()\n    optimizer.step()\n"
     ),
 }
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_the_call_stands_between_backward_and_the_first_reader_of_gradients(name: str, tmp_path: Path) -> None:
-    before, after = BODIES[name]
+    before, after = (
+        "\n".join(line.removeprefix(own) for line in BODIES[name].split("\n") if line[:1] != other)
+        for own, other in ("-+", "+-")
+    )
 
-    assert _port(HEAD + before, tmp_path).after == HEAD.replace(THEIRS, OURS) + after
+    assert ported(HEAD + before, tmp_path).after == HEAD.replace(THEIRS, OURS) + after
 
 
 # Imports and the constructor, before and after.
@@ -224,7 +180,7 @@ CLASSES = {
 def test_the_class_and_its_arguments_are_replaced(name: str, tmp_path: Path) -> None:
     before, after = CLASSES[name]
 
-    assert _port(before, tmp_path).after == after
+    assert ported(before, tmp_path).after == after
 
 
 # Where the wrapper is made, and how its call reads in the step.
@@ -255,13 +211,13 @@ def test_the_call_names_the_wrapper_as_the_function_of_the_step_does(name: str, 
     step = f"{indent}loss.backward()\n{{}}{indent}opt.step()\n"
     call = "".join(f"{indent}{line}\n" for line in call.splitlines())
 
-    after = _port(f"{THEIRS} as DDP\n{script.format(step=step.format(''))}", tmp_path).after
+    after = ported(f"{THEIRS} as DDP\n{script.format(step=step.format(''))}", tmp_path).after
 
     assert after == f"{OURS} as DDP\n{script.format(step=step.format(call))}"
 
 
 def test_each_optimizer_gets_the_call_of_its_wrapper(tmp_path: Path) -> None:
-    found = _port(
+    found = ported(
         f"{THEIRS} as DDP\nd = DDP(d_net)\ng = DDP(g_net)\nd_optim = torch.optim.Adam(d.parameters())\n"
         "g_optim = torch.optim.Adam([{'params': g_net.parameters()}])\nd_optim, g_optim = load(d_optim, g_optim)\n"
         "d_loss(real).backward()\nd_loss(fake).backward()\nd_optim.step()\ng_loss.backward()\ng_optim.step()\n",
@@ -278,7 +234,7 @@ def test_each_optimizer_gets_the_call_of_its_wrapper(tmp_path: Path) -> None:
         "g.all_reduce()",
         "g_optim.step()",
     ]
-    assert (_pages(found), _pages(found, is_open=False)) == ([], ["wrappers", "backwards"])
+    assert (found.pages(), found.pages(is_open=False)) == ([], ["wrappers", "backwards"])
 
 
 STEP = "loss.backward()\noptimizer.step()\n"
@@ -360,9 +316,9 @@ DECISIONS = {
 def test_what_the_text_cannot_tell_is_left_to_the_user(name: str, tmp_path: Path) -> None:
     body, expected = DECISIONS[name]
 
-    found = _port(HEAD + body + STEP, tmp_path)
+    found = ported(HEAD + body + STEP, tmp_path)
 
-    assert _pages(found) == expected
+    assert found.pages() == expected
     assert found.is_complete == (not expected)
 
 
@@ -390,9 +346,9 @@ QUESTIONS = {
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_call_that_might_be_wrong_is_a_question(name: str, tmp_path: Path) -> None:
     head = MADE.replace("model =", "self.model =") if name == "another class" else MADE
-    found = _port(head + QUESTIONS[name], tmp_path)
+    found = ported(head + QUESTIONS[name], tmp_path)
 
-    assert (_pages(found), found.after) == (["call"], head.replace(THEIRS, OURS) + QUESTIONS[name])
+    assert (found.pages(), found.after) == (["call"], head.replace(THEIRS, OURS) + QUESTIONS[name])
 
 
 @pytest.mark.parametrize(
@@ -405,10 +361,10 @@ def test_a_call_that_might_be_wrong_is_a_question(name: str, tmp_path: Path) -> 
     ],
 )
 def test_one_of_several_wrappers_is_not_taken_for_all(made: str, tmp_path: Path) -> None:
-    found = _port(f"{THEIRS} as DDP\n{made}{STEP}", tmp_path)
+    found = ported(f"{THEIRS} as DDP\n{made}{STEP}", tmp_path)
 
     assert "all_reduce" not in found.after
-    assert set(_pages(found)) == {"call"}
+    assert set(found.pages()) == {"call"}
 
 
 @pytest.mark.parametrize(
@@ -421,9 +377,9 @@ def test_one_of_several_wrappers_is_not_taken_for_all(made: str, tmp_path: Path)
     ],
 )
 def test_a_call_whose_place_needs_a_look_is_a_decision(body: str, page: str, tmp_path: Path) -> None:
-    found = _port(HEAD + body, tmp_path)
+    found = ported(HEAD + body, tmp_path)
 
-    assert (_pages(found), found.after.count("model.all_reduce()")) == ([page], 1)
+    assert (found.pages(), found.after.count("model.all_reduce()")) == ([page], 1)
 
 
 @pytest.mark.parametrize(
@@ -439,15 +395,15 @@ def test_a_call_whose_place_needs_a_look_is_a_decision(body: str, page: str, tmp
 def test_where_the_name_of_the_class_has_another_meaning_nothing_is_changed(other: str, tmp_path: Path) -> None:
     before = f"{other}{THEIRS}\nmodel = DistributedDataParallel(n)\n{STEP}"
 
-    found = _port(before, tmp_path)
+    found = ported(before, tmp_path)
 
-    assert (_pages(found), found.after) == (["class"], before)
+    assert (found.pages(), found.after) == (["class"], before)
 
 
 def test_a_file_that_only_tests_the_class_says_that_the_wrapper_is_made_elsewhere(tmp_path: Path) -> None:
-    found = _port(CLASSES["a test of the class"][0], tmp_path)
+    found = ported(CLASSES["a test of the class"][0], tmp_path)
 
-    assert _texts(found) == ["no wrapper is made in this file; port the file that makes it, too"]
+    assert found.texts == ["no wrapper is made in this file; port the file that makes it, too"]
 
 
 @pytest.mark.parametrize(
@@ -466,15 +422,15 @@ def test_a_file_that_only_tests_the_class_says_that_the_wrapper_is_made_elsewher
     ],
 )
 def test_what_works_as_before_is_a_note(body: str, page: str | None, tmp_path: Path) -> None:
-    found = _port(HEAD + body + STEP, tmp_path)
+    found = ported(HEAD + body + STEP, tmp_path)
 
-    assert (_pages(found), _pages(found, is_open=False)) == ([], [page] if page else [])
+    assert (found.pages(), found.pages(is_open=False)) == ([], [page] if page else [])
 
 
 def test_several_backward_passes_with_one_call_say_where_torch_ddp_averages_too(tmp_path: Path) -> None:
-    found = _port(f"{HEAD}if x:\n    a.backward()\nelse:\n    b.backward()\n{STEP}", tmp_path)
+    found = ported(f"{HEAD}if x:\n    a.backward()\nelse:\n    b.backward()\n{STEP}", tmp_path)
 
-    assert _texts(found) == [
+    assert found.texts == [
         "one all_reduce() for several backward(); torch DDP averages in each, which rounds differently; for its bits "
         "add model.all_reduce() after line 5 and line 7, too"
     ]
@@ -482,12 +438,12 @@ def test_several_backward_passes_with_one_call_say_where_torch_ddp_averages_too(
 
 def test_a_missing_set_epoch_is_a_note_because_torch_ddp_has_the_same_order(tmp_path: Path) -> None:
     without, with_epochs = (
-        _port(f"{HEAD}s = DistributedSampler(d)\n{more}{STEP}", tmp_path) for more in ("", "s.set_epoch(1)\n")
+        ported(f"{HEAD}s = DistributedSampler(d)\n{more}{STEP}", tmp_path) for more in ("", "s.set_epoch(1)\n")
     )
 
-    assert _texts(without) == ["without sampler.set_epoch(epoch) every epoch has the same order, as under torch DDP"]
+    assert without.texts == ["without sampler.set_epoch(epoch) every epoch has the same order, as under torch DDP"]
     assert without.is_complete
-    assert not _texts(with_epochs)
+    assert not with_epochs.texts
 
 
 @pytest.mark.parametrize(
@@ -503,16 +459,16 @@ def test_a_missing_set_epoch_is_a_note_because_torch_ddp_has_the_same_order(tmp_
     ],
 )
 def test_a_constructor_of_which_the_module_is_left_gets_one_line(before: str, after: str, tmp_path: Path) -> None:
-    ported = _port(f"{HEAD}model = {before}\n{STEP}", tmp_path).after
+    found = ported(f"{HEAD}model = {before}\n{STEP}", tmp_path).after
 
-    assert f"model = {after}\n" in ported, ported
+    assert f"model = {after}\n" in found, found
 
 
 def test_a_step_in_a_file_without_the_wrapper_names_the_line_of_the_call(tmp_path: Path) -> None:
     step = "def f(loss, opt, scaler):\n    scaler.scale(loss).backward()\n"
     condition = "    if update:\n        scaler.unscale_(opt)\n        scaler.step(opt)\n    else:\n        x = 1\n"
 
-    (under,), (behind,) = (_texts(_port(step + rest, tmp_path)) for rest in (condition, "    scaler.step(opt)\n"))
+    (under,), (behind,) = (ported(step + rest, tmp_path).texts for rest in (condition, "    scaler.step(opt)\n"))
 
     assert under.endswith(
         "goes before line 4, under the condition of the step, before unscale_() and clipping; torch DDP averages in "
@@ -524,19 +480,19 @@ def test_a_step_in_a_file_without_the_wrapper_names_the_line_of_the_call(tmp_pat
 def test_a_step_without_the_wrapper_says_what_the_wrapper_needs_elsewhere(tmp_path: Path) -> None:
     body = "task.prepare(broadcast_buffers=not off)\nmodel.eval()\ndistribute_bn(model)\n"
 
-    assert _pages(_port(body + STEP, tmp_path)) == ["buffers", "evaluation", "statistics", "files"]
+    assert ported(body + STEP, tmp_path).pages() == ["buffers", "evaluation", "statistics", "files"]
 
 
 def test_only_a_script_without_no_sync_is_told_that_torch_ddp_averages_in_each_backward(tmp_path: Path) -> None:
     step = "for i in n:\n    loss.backward()\n    if i % 4 == 0:\n        optimizer.step()\n"
-    plain, inside = (_texts(_port(f"{HEAD}{before}{step}", tmp_path)) for before in ("", "f(model.no_sync())\n"))
+    plain, inside = (ported(f"{HEAD}{before}{step}", tmp_path).texts for before in ("", "f(model.no_sync())\n"))
 
     assert [text.endswith("for its bits call after each") for text in plain] == [True]
     assert not any("averages in each" in text for text in inside)
 
 
 def test_a_wrapper_under_a_condition_and_a_step_in_another_file_need_a_guard(tmp_path: Path) -> None:
-    (text,) = _texts(_port(f"{THEIRS} as DDP\nif many:\n    model = DDP(net)\n", tmp_path))
+    (text,) = ported(f"{THEIRS} as DDP\nif many:\n    model = DDP(net)\n", tmp_path).texts
 
     assert text.endswith(
         "call all_reduce() where the training step is, behind hasattr(), because the module may be plain"
@@ -545,7 +501,7 @@ def test_a_wrapper_under_a_condition_and_a_step_in_another_file_need_a_guard(tmp
 
 def test_removed_broadcasts_of_buffers_say_what_the_script_does_instead(tmp_path: Path) -> None:
     words = ("broadcast_buffers=False", "broadcast_buffers=True", "forward_sync_buffers=False")
-    off, on, no_sync = (_texts(_port(f"{HEAD}model = DDP(net, {word})\n{STEP}", tmp_path)) for word in words)
+    off, on, no_sync = (ported(f"{HEAD}model = DDP(net, {word})\n{STEP}", tmp_path).texts for word in words)
 
     assert off == [
         "broadcast_buffers is removed: forward sends no buffers here, but the constructor sends those of rank 0 once, "

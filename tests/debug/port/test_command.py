@@ -16,31 +16,29 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp.debug._cli import main
-from legacy_ddp.debug._port.findings import ARGUMENTS, PAGES
-from legacy_ddp.debug._port.port import OTHERS, Port, port
-from legacy_ddp.debug._port.script import ScriptError
+from tests.helpers.command import RefusedError, command
 from tests.helpers.paths import ROOT
+from tests.helpers.ported import ADDRESSES, ported
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scripts import assert_same_bits
+from tests.helpers.scripts import assert_same_bits, run_script
 
 OURS = "from legacy_ddp import LegacyDistributedDataParallel"
 THEIRS = "from torch.nn.parallel import DistributedDataParallel"
 ON_SITE = "On the site of the documentation, docs/NAME.md is the page NAME.html."
 HEAD = f"{THEIRS} as DDP\nmodel = DDP(net)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+SCRIPT = f"{HEAD}loss.backward()\noptimizer.step()\n"
 
 
-def _port(text: str, folder: Path) -> Port:
-    script = folder / "train.py"
-    script.write_bytes(text.encode())
-    return port(script)
+def test_arguments_are_those_of_torch_ddp(tmp_path: Path) -> None:
+    names = [*inspect.signature(DistributedDataParallel).parameters][1:]
+    by_name, by_place = (
+        ported(f"{THEIRS} as DDP\nmodel = DDP(net, {arguments})\n", tmp_path)
+        for arguments in (", ".join(f"{name}=x" for name in names), ", ".join(f"x{at}" for at in range(1, 12)))
+    )
 
-
-def test_arguments_are_those_of_torch_ddp() -> None:
-    names = list(inspect.signature(DistributedDataParallel).parameters)
-
-    assert names[:12] == list(ARGUMENTS)[:12]
-    assert {*names} <= {*ARGUMENTS}
+    assert not [text for text in by_name.texts if "is no argument of torch DDP" in text]
+    kept = "init_sync=x5, process_group=x6, gradient_as_bucket_view=x10"
+    assert by_place.after.splitlines()[1] == f"model = DDP(net, {kept})"
 
 
 def _anchors(page: str) -> set[str]:
@@ -48,26 +46,21 @@ def _anchors(page: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("address", sorted({*PAGES.values(), *OTHERS.values()}))
-def test_every_finding_names_a_section_that_exists(address: str) -> None:
-    page, _, anchor = address.partition("#")
+def test_every_finding_names_a_section_that_exists() -> None:
+    for address in ADDRESSES:
+        page, _, anchor = address.partition("#")
+        assert not anchor or anchor in _anchors(page), address
 
-    assert not anchor or anchor in _anchors(page)
 
-
-def test_the_exit_status_says_complete_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"{HEAD}loss.backward()\noptimizer.step()\n")
-    open_script = tmp_path / "open.py"
+def test_the_exit_status_says_complete_or_not(tmp_path: Path) -> None:
+    script, open_script = tmp_path / "train.py", tmp_path / "open.py"
+    script.write_text(SCRIPT)
     open_script.write_text(f"{HEAD}model.eval()\nloss.backward()\noptimizer.step()\nmodel.eval()\n")
 
-    assert main(["port", str(script)]) == 0
-    complete = capsys.readouterr()
-    assert main(["port", str(open_script)]) == 2
-    incomplete = capsys.readouterr()
+    complete, incomplete = command("port", script), command("port", open_script)
 
-    assert complete.err == ""
-    assert complete.out.splitlines() == [
+    assert (complete.returncode, complete.stderr) == (0, "")
+    assert complete.stdout.splitlines() == [
         f"--- a{script}",
         f"+++ b{script}",
         "@@ -1,5 +1,6 @@",
@@ -79,34 +72,32 @@ def test_the_exit_status_says_complete_or_not(tmp_path: Path, capsys: pytest.Cap
         "+model.all_reduce()",
         " optimizer.step()",
     ]
-    assert " ".join(incomplete.err.split()) == (
+    assert incomplete.returncode == 2
+    assert " ".join(incomplete.stderr.split()) == (
         f"{open_script}:4: decide: if the model has BatchNorm and all ranks evaluate, call "
         "model.broadcast_buffers() on every rank before; an evaluation on one rank needs nothing (also line 7) "
         f"docs/migration.md#batchnorm-and-evaluation {ON_SITE}"
     )
 
 
-def test_an_output_file_has_the_ported_script_and_no_file_is_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script, output = tmp_path / "train.py", tmp_path / "ported.py"
-    script.write_bytes(f"{HEAD}x = 'é'\r\nloss.backward()\noptimizer.step()\n".encode())
+def test_an_output_file_has_the_ported_script_and_no_file_is_overwritten(tmp_path: Path) -> None:
+    found = ported(f"{HEAD}x = 'é'\r\nloss.backward()\noptimizer.step()\n", tmp_path)
+    script = tmp_path / "train.py"
 
-    assert main(["port", str(script), "-o", str(output)]) == 0
-    ported = output.read_bytes()
-    assert main(["port", str(script), "-o", str(script)]) == 2
+    refused = command("port", script, "-o", script)
 
-    assert ported == port(script).after.encode()
-    assert b"\r\n" in ported
-    assert f"error: {script} exists, and is not overwritten" in " ".join(capsys.readouterr().err.split())
-    assert b"all_reduce" not in script.read_bytes()
+    assert "x = 'é'\r\n" in found.after
+    assert "all_reduce" in found.after
+    assert refused.returncode == 2
+    assert f"error: {script} exists, and is not overwritten" in " ".join(refused.stderr.split())
+    assert "all_reduce" not in script.read_text()
 
 
 def test_an_output_file_that_cannot_be_written_leaves_no_half_of_a_script(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, output, open_file = tmp_path / "train.py", tmp_path / "ported.py", Path.open
-    script.write_text(f"{HEAD}loss.backward()\noptimizer.step()\n")
+    script.write_text(SCRIPT)
 
     def open_on_a_full_disk(path: Path, mode: str = "r", **options: Any) -> Any:
         if path != output:
@@ -115,23 +106,21 @@ def test_an_output_file_that_cannot_be_written_leaves_no_half_of_a_script(
         return open_file(Path("/dev/full"), "wb", 0)
 
     monkeypatch.setattr(Path, "open", open_on_a_full_disk)
-    assert main(["port", str(script), "-o", str(output)]) == 2
+    refused = command("port", script, "-o", output)
 
-    assert "No space left on device" in capsys.readouterr().err
+    assert refused.returncode == 2
+    assert "No space left on device" in refused.stderr
     assert not output.exists()
 
 
-def test_a_file_with_the_step_alone_has_questions_and_no_diff(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_with_the_step_alone_has_questions_and_no_diff(tmp_path: Path) -> None:
     script = tmp_path / "engine.py"
     script.write_text("def train(model, optimizer):\n    model(x).backward()\n    optimizer.step()\n")
 
-    assert main(["port", str(script)]) == 2
+    done = command("port", script)
 
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert " ".join(captured.err.split()) == (
+    assert (done.returncode, done.stdout) == (2, "")
+    assert " ".join(done.stderr.split()) == (
         f"{script}:2: decide: which wrapper this backward() is for is not seen here; all_reduce() of the wrapper goes "
         f"after line 2, before unscale_() and clipping docs/migration.md#a-script-in-several-files {ON_SITE}"
     )
@@ -153,82 +142,63 @@ def test_a_file_with_the_step_alone_has_questions_and_no_diff(
         (None, "No such file or directory"),
     ],
 )
-def test_what_cannot_be_ported_is_an_error(
-    text: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_ported_is_an_error_in_lines_of_80_columns(
+    text: bytes | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "train.py"
-    if text is not None:
-        script.write_bytes(text)
-
-    assert main(["port", str(script)]) == 2
-
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert " ".join(captured.err.split()).startswith(f"legacy-ddp: error: {script}")
-    assert words in " ".join(captured.err.split())
-
-
-def test_a_long_error_has_lines_of_80_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "train.py").write_text("import torch\n")
     monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("train.py").write_bytes(text)
 
-    assert main(["port", "train.py"]) == 2
+    done = command("port", "train.py")
 
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 1
-    assert max(map(len, lines)) <= 80
-
-
-def test_two_scripts_are_an_error_with_the_usage_of_port(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main(["port", "a.py", "b.py"])
-
-    captured = capsys.readouterr().err
-    assert raised.value.code == 2
-    assert captured.startswith("usage: legacy-ddp port ")
-    assert captured.endswith("legacy-ddp port: error: unrecognized arguments: b.py\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert max(map(len, done.stderr.splitlines())) <= 80
+    told = " ".join(done.stderr.split())
+    assert told.startswith("legacy-ddp: error: train.py")
+    assert words in told
 
 
-def test_a_script_without_ddp_names_the_files_that_it_imports(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_scripts_are_an_error_with_the_usage_of_port() -> None:
+    done = command("port", "a.py", "b.py")
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: legacy-ddp port ")
+    assert done.stderr.endswith("legacy-ddp port: error: unrecognized arguments: b.py\n")
+
+
+def test_a_script_without_ddp_names_the_files_that_it_imports(tmp_path: Path) -> None:
     for name in ("trainer.py", "data/__init__.py", "data/text.py", "other.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    script = tmp_path / "main.py"
-    script.write_text("import torch, data.text as text\nfrom trainer import Trainer\nfrom .data import load\n")
 
-    assert main(["port", str(script)]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert told.endswith("port that file: data/text.py, data/__init__.py, trainer.py")
+    with pytest.raises(RefusedError, match=r"port that file: data/text\.py, data/__init__\.py, trainer\.py$"):
+        ported("import torch, data.text as text\nfrom trainer import Trainer\nfrom .data import load\n", tmp_path)
 
 
-def test_a_notebook_is_refused_with_the_command_that_makes_a_script_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notebook_is_refused_with_the_command_that_makes_a_script_of_it(tmp_path: Path) -> None:
     notebook = tmp_path / "train.ipynb"
     notebook.write_text('{"cells": [], "nbformat": 4}')  # Python, too
 
-    assert main(["port", str(notebook)]) == 2
-    told = " ".join(capsys.readouterr().err.split())
+    done = command("port", notebook)
+
+    assert done.returncode == 2
+    told = " ".join(done.stderr.split())
     assert f"is a notebook; jupyter nbconvert --to script {notebook} makes a script of it" in told
 
 
-@pytest.mark.parametrize("command", [["patch", "--binary", "-p1"], ["git", "apply"]], ids=["patch", "git"])
+@pytest.mark.parametrize("program", [["patch", "--binary", "-p1"], ["git", "apply"]], ids=["patch", "git"])
 @pytest.mark.parametrize("end", ["\n", "", "\r\n"])
-def test_the_diff_applies(command: list[str], end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"needs the program {command[0]}")
+def test_the_diff_applies(program: list[str], end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which(program[0]) is None:
+        pytest.skip(f"needs the program {program[0]}")
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "my scripts" / "train.py"
     script.parent.mkdir()
     text = (f"\ufeff{HEAD}größe = 1\n\f\nloss.backward()\n" * 2).replace("\n\ufeff", "\n") + "optimizer.step()"
-    found = _port(text.replace("\n", end or "\n") + end, script.parent)
+    found = ported(text.replace("\n", end or "\n") + end, script.parent)
     before = script.read_bytes()
 
-    subprocess.run(command, cwd=tmp_path, input=found.diff().encode(), check=True)
+    subprocess.run(program, cwd=tmp_path, input=found.diff.encode(), check=True)
 
     assert script.read_bytes() == found.after.encode() != before
 
@@ -243,38 +213,31 @@ def test_the_diff_of_a_script_in_another_folder_applies_as_the_help_says(
     here.mkdir()
     there.mkdir()
     monkeypatch.chdir(here)
-    (there / "train.py").write_text(f"{HEAD}loss.backward()\noptimizer.step()\n")
-    found = port(Path(given.format(there)))
+    (there / "train.py").write_text(SCRIPT)
+    done = command("port", given.format(there))
 
-    subprocess.run(["patch", "-p1", "-d", "/"], input=found.diff().encode(), check=True)
+    subprocess.run(["patch", "-p1", "-d", "/"], input=done.stdout.encode(), check=True)
 
-    assert (there / "train.py").read_text() == found.after
-
-
-def test_the_diff_has_the_bytes_of_the_script_in_every_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    found = _port(f"{HEAD}größe = 1  # 日本\nloss.backward()\noptimizer.step()\n", tmp_path)
-
-    with open(1, "w", encoding="ascii", closefd=False) as stdout:
-        monkeypatch.setattr("sys.stdout", stdout)
-        assert main(["port", str(tmp_path / "train.py")]) == 0
-
-    assert capfdbinary.readouterr().out == found.diff().encode()
+    assert "model.all_reduce()\n" in (there / "train.py").read_text()
 
 
-def test_the_example_of_the_page_prints_what_the_page_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_diff_has_the_bytes_of_the_script_in_every_terminal(tmp_path: Path) -> None:
+    found = ported(f"{HEAD}größe = 1  # 日本\nloss.backward()\noptimizer.step()\n", tmp_path)
+
+    done = run_script("-m", "legacy_ddp", "port", str(tmp_path / "train.py"), environment={"PYTHONIOENCODING": "ascii"})
+
+    assert (done.returncode, done.stdout) == (0, found.diff)
+
+
+def test_the_example_of_the_page_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
     shown = dict(re.findall(r"^<!-- port: (\S+) -->\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
     (tmp_path / "train.py").write_text(shown["train.py"])
     monkeypatch.chdir(tmp_path)
 
-    status = main(["port", "train.py"])
+    done = command("port", "train.py")
 
-    captured = capsys.readouterr()
-    assert (status, captured.out, captured.err) == (2, shown["stdout"], shown["stderr"])
+    assert (done.returncode, done.stdout, done.stderr) == (2, shown["stdout"], shown["stderr"])
 
 
 # Results beside torch DDP: two ranks, so that a mean is one rounding.
@@ -336,7 +299,7 @@ def _run(rank: int, programs: list[str]) -> list[dict[str, torch.Tensor]]:
 
 def test_a_ported_script_ends_in_the_bits_of_torch_ddp(tmp_path: Path) -> None:
     theirs = [PROGRAM + program for program in PROGRAMS.values()]
-    ours = [_port(program, tmp_path).after for program in theirs]
+    ours = [ported(program, tmp_path).after for program in theirs]
     assert [program.count("all_reduce()") for program in ours] == [1, 1, 2, 1]
 
     for states in run_ranks(partial(_run, programs=[*theirs, *ours]), 2):
@@ -415,8 +378,8 @@ def test_every_script_is_ported_to_a_script_or_refused_and_other_lines_stay(
 ) -> None:
     text = (head + _script(block, "")).replace("\n", newline)
     try:
-        found = _port(text, tmp_path_factory.getbasetemp())
-    except ScriptError:
+        found = ported(text, tmp_path_factory.getbasetemp())
+    except RefusedError:
         return
 
     ast.parse(found.after.removeprefix("\ufeff"))
@@ -427,4 +390,4 @@ def test_every_script_is_ported_to_a_script_or_refused_and_other_lines_stay(
     left = iter(re.split(r"[\r\n]+", found.after.removeprefix("\ufeff")))
     assert all(line in left for line in kept)
     if not re.search(r"parallel|require_", text):
-        assert (found.after, found.diff(), found.is_complete) == (text, "", False)
+        assert (found.after, found.diff, found.is_complete) == (text, "", False)
