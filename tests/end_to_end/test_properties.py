@@ -1,8 +1,9 @@
 """Does all_reduce() equal one process that holds every rank's gradients, for any module and any way of using it?
 
-Also: what holds for the runs of any layout, and for any header.
+Also: what holds for any layout, any rows to compare and any header.
 """
 
+import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,7 +18,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._memory.layout import cut_runs, distinct, plan_layout
+from legacy_ddp._memory.layout import (
+    Bucket,
+    cut_runs,
+    distinct,
+    plan_layout,
+)
 from legacy_ddp._ranks.header import (
     Header,
     Headers,
@@ -25,6 +31,7 @@ from legacy_ddp._ranks.header import (
     encode_header,
 )
 from legacy_ddp._settings import Settings
+from legacy_ddp._text import MISSING, compare_rows, name_ranks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.tiers import count
@@ -275,12 +282,61 @@ def test_four_ranks_equal_the_single_process(trainings: list[Training]) -> None:
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
+def _plan(training: Training, *, backwards: bool) -> tuple[Bucket, ...]:
+    named = _Modules(training, backwards=backwards).named_parameters(remove_duplicate=False)
+    return plan_layout(distinct(named), Settings()).buckets
+
+
+@given(_trainings(1))
+def test_every_trainable_parameter_has_one_slot_and_slots_lie_end_to_end(training: Training) -> None:
+    module = _Modules(training, backwards=False)
+    buckets = plan_layout(distinct(module.named_parameters(remove_duplicate=False)), Settings()).buckets
+
+    smallest = {index: f"p{index}" for index in range(len(training.parameters))}
+    smallest |= {tie: f"a{index}" for index, tie in reversed(list(enumerate(training.ties)))}
+    trainable = {smallest[index] for index, parameter in enumerate(training.parameters) if not parameter.frozen}
+    assert sorted(slot.name for bucket in buckets for slot in bucket.slots) == sorted(trainable)
+    for bucket in buckets:
+        assert [slot.name for slot in bucket.slots] == sorted(slot.name for slot in bucket.slots)
+        stops = [slot.offset + slot.numel for slot in bucket.slots]
+        assert [slot.offset for slot in bucket.slots] == [0, *stops[:-1]]
+        assert stops[-1] == bucket.numel
+        for slot in bucket.slots:
+            parameter = module.get_parameter(slot.name)
+            assert (bucket.dtype, slot.shape) == (parameter.dtype, parameter.shape)
+            assert slot.stride == torch.empty_like(parameter).stride()
+
+
+@given(_trainings(1), st.data())
+def test_order_of_registration_does_not_matter_to_the_layout(training: Training, data: st.DataObject) -> None:
+    named = list(_Modules(training, backwards=False).named_parameters(remove_duplicate=False))
+    shuffled = data.draw(st.permutations(named))
+
+    layouts = [plan_layout(distinct(order), Settings()) for order in (named, shuffled)]
+
+    assert layouts[0].fingerprint == layouts[1].fingerprint
+    assert dict(layouts[0].inventory) == dict(layouts[1].inventory)
+    assert layouts[0].slots == layouts[1].slots
+
+
+@given(_trainings(1), _trainings(1))
+def test_fingerprints_differ_where_inventories_differ(one: Training, other: Training) -> None:
+    layouts = [
+        plan_layout(distinct(_Modules(training, backwards=False).named_parameters(remove_duplicate=False)), Settings())
+        for training in (one, other)
+    ]
+
+    same = json.dumps(dict(layouts[0].inventory), sort_keys=True) == json.dumps(
+        dict(layouts[1].inventory), sort_keys=True
+    )
+    assert (layouts[0].fingerprint == layouts[1].fingerprint) == same
+
+
 @given(_trainings(1), st.data(), st.integers(0, 40), st.integers(1, 50))
 def test_runs_cover_the_present_slots_and_only_small_gaps(
     training: Training, data: st.DataObject, max_gap: int, max_numel: int
 ) -> None:
-    named = _Modules(training, backwards=False).named_parameters(remove_duplicate=False)
-    for bucket in plan_layout(distinct(named), Settings()).buckets:
+    for bucket in _plan(training, backwards=False):
         present = data.draw(st.lists(st.booleans(), min_size=len(bucket.slots), max_size=len(bucket.slots)))
         spans = [range(slot.offset, slot.offset + slot.numel) for slot in bucket.slots]
         wanted = set(chain(*(span for span, here in zip(spans, present, strict=True) if here)))
@@ -299,6 +355,53 @@ def test_runs_cover_the_present_slots_and_only_small_gaps(
 
 def _elements(runs: Sequence[tuple[int, int]]) -> list[int]:
     return list(chain(*(range(start, stop) for start, stop in runs)))
+
+
+# --- blame ------------------------------------------------------------------------------------------------------------
+
+ROWS = st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xyz"), max_size=3), min_size=1, max_size=9)
+
+
+@given(ROWS)
+def test_a_finding_names_exactly_what_differs_and_who_holds_what(rows: list[dict[str, str]]) -> None:
+    finding = compare_rows(rows)
+
+    things = {thing for row in rows for thing in row}
+    differing = {thing for thing in things if len({row.get(thing, MISSING) for row in rows}) > 1}
+    assert {difference.name for difference in finding.differences} == differing
+    assert bool(finding) == bool(differing)
+    for difference in finding.differences:
+        holders = {rank: value for value, ranks in difference.holders for rank in ranks}
+        assert holders == {rank: row.get(difference.name, MISSING) for rank, row in enumerate(rows)}
+        for value, ranks in difference.holders:
+            assert value in str(difference)
+            assert name_ranks(ranks) in str(difference)
+
+
+@given(ROWS)
+def test_blame_falls_on_everybody_outside_a_strict_majority_and_on_nobody_without_one(
+    rows: list[dict[str, str]],
+) -> None:
+    finding = compare_rows(rows)
+
+    blamed = set()
+    for difference in finding.differences:
+        values = [row.get(difference.name, MISSING) for row in rows]
+        majority = [value for value in set(values) if 2 * values.count(value) > len(rows)]
+        expected = {rank for rank, value in enumerate(values) if majority and value != majority[0]}
+        assert set(difference.suspects) == expected
+        assert 2 * len(expected) < len(rows)
+        blamed |= expected
+    assert finding.ranks == tuple(sorted(blamed))
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_named_ranks_can_be_read_back(ranks: set[int]) -> None:
+    word, _, text = name_ranks(ranks).partition(" ")
+    spans = [part.split("-") for part in text.split(", ")]
+
+    assert {rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)} == ranks
+    assert word == ("rank" if len(ranks) == 1 else "ranks")
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
