@@ -1,4 +1,4 @@
-"""How does a test run torchrun over several hosts, on one machine and without touching its network?
+"""Hosts on one machine, without touching its network: each has a network, a host name and processes of its own.
 
 The hosts are joined by a bridge, which has a set of namespaces of its own: the switch. What they
 still share: files (but /etc/hosts), the boot id, CPUs and clocks, and /sys, where /sys/class/net
@@ -21,9 +21,6 @@ from types import MappingProxyType
 
 from legacy_ddp._ranks import first_meeting
 from tests.helpers.paths import ROOT
-
-# How does a test get a host of its own: network, host name and processes that nobody else sees?
-
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 _UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--pid", "--mount-proc", "--fork", "--kill-child")
@@ -127,8 +124,6 @@ class Host:
             raise HostFailure(message, [self.name])
         return done.stdout
 
-
-__all__ = ["Host", "HostFailure", "Hosts", "Job", "JobFailure", "Result", "reason_not_permitted"]
 
 INTERFACE = "eth0"
 # From the range for benchmarks of networks (RFC 2544): no name server is in it, so that looking up
@@ -295,10 +290,6 @@ class Hosts:
         """Take a host off the switch: what it sends and what is sent to it is lost, and nobody is told."""
         # Not "down": the host would lose its carrier, which it does not when a cable further away is cut.
         self.switch.configure("ip", "link", "set", "dev", _port(index), "nomaster")
-
-    def mend(self, index: int) -> None:
-        """Undo :meth:`cut`. TCP finds out when it next sends again, and it waits ever longer before it does."""
-        self.switch.configure("ip", "link", "set", "dev", _port(index), "master", "switch")
 
     def _connect(self, host: Host, port: str) -> None:
         peer = ("peer", "name", INTERFACE, "netns", str(host.pid))
