@@ -36,11 +36,7 @@ _END_SECONDS = 10.0
 
 
 class HostFailure(AssertionError):  # noqa: N818 - pytest shows the name: what failed is the host, not the helper
-    """Says which hosts failed and how; ``names`` holds them."""
-
-    def __init__(self, message: str, names: Sequence[str]) -> None:
-        super().__init__(message)
-        self.names = tuple(names)
+    """Says which hosts failed and how."""
 
 
 @cache
@@ -79,7 +75,7 @@ class Host:
         assert self._holder.stdout is not None
         if (said := self._holder.stdout.readline()) != "ready\n":
             said += self._holder.communicate()[0]
-            raise HostFailure(f"{name} did not start: {said}", [name])
+            raise HostFailure(f"{name} did not start: {said}")
 
     @property
     def pid(self) -> int:
@@ -120,8 +116,8 @@ class Host:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_seconds, check=False
         )
         if done.returncode:
-            message = f"{' '.join(command)} on {self.name}: exit code {done.returncode}: {done.stderr}{done.stdout}"
-            raise HostFailure(message, [self.name])
+            said = f"{done.stderr}{done.stdout}"
+            raise HostFailure(f"{' '.join(command)} on {self.name}: exit code {done.returncode}: {said}")
         return done.stdout
 
 
@@ -141,14 +137,6 @@ class Result:
     name: str
     exit_code: int
     text: str
-
-
-class JobFailure(HostFailure):
-    """Says which hosts did not end, or failed; ``results`` is what all hosts left."""
-
-    def __init__(self, message: str, names: Sequence[str], results: Sequence[Result]) -> None:
-        super().__init__(message, names)
-        self.results = tuple(results)
 
 
 class Job:
@@ -181,7 +169,7 @@ class Job:
         """How the job ended on each host. Nothing of it runs afterwards, nor anything else on its hosts.
 
         Raises:
-            JobFailure: a host did not end in time, or, with ``check``, had an exit code other than 0.
+            HostFailure: a host did not end in time, or, with ``check``, had an exit code other than 0.
         """
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout_seconds
@@ -196,7 +184,7 @@ class Job:
             faults = [f"{', '.join(failed)} failed"] if failed else []
             faults += [f"{', '.join(late)} did not end within {timeout_seconds} s"] if late else []
             texts = [f"--- {r.name}, exit code {r.exit_code}, ends with\n{r.text[-4000:]}" for r in results]
-            raise JobFailure("\n".join(["; ".join(faults), *texts]), [*failed, *late], results)
+            raise HostFailure("\n".join(["; ".join(faults), *texts]))
         return results
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.hosts import Host, HostFailure, Hosts, JobFailure, reason_not_permitted
+from tests.helpers.hosts import Host, HostFailure, Hosts, reason_not_permitted
 from tests.helpers.paths import ROOT
 
 pytestmark = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
@@ -103,12 +103,10 @@ def test_a_hanging_host_is_named_and_its_processes_killed(tmp_path: Path, mark: 
     with Hosts(2) as hosts:
         job = hosts.torchrun(__file__, "_raise_on_rank_0_hang_on_rank_1", str(tmp_path))
         _await_ranks(tmp_path)
-        with pytest.raises(JobFailure, match=r"host-1 did not end within 2\.0 s") as caught:
+        with pytest.raises(HostFailure, match=r"host-1 did not end within 2\.0 s(.|\n)*rank 1 is here"):
             job.wait(2.0)
         left = list(_with_mark(mark).values())
 
-    assert "host-1" in caught.value.names
-    assert "rank 1 is here" in caught.value.results[1].text
     assert not [command for command in left if b"hang_on_rank_1" in command]
 
 
