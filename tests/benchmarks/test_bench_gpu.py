@@ -1,4 +1,4 @@
-"""Does the benchmark for devices read profiles rightly, handle the bytes that it says, and start where there is one?"""
+"""The benchmark for devices: how it reads profiles, the bytes that it moves, and where it can run."""
 
 import json
 from pathlib import Path

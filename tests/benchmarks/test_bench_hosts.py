@@ -1,4 +1,4 @@
-"""Does bench_hosts.py compare equal work, and judge it right? Nothing here looks at a time."""
+"""Equal work of all variants of bench_hosts.py, and its verdicts. Nothing here looks at a time."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Does the benchmark of memory find a second copy, in both ways to count, and is its arithmetic right?"""
+"""Second copies of the gradients, found in both ways to count, and the arithmetic of the benchmark of memory."""
 
 from functools import cache, partial
 from typing import Any

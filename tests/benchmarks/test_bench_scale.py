@@ -1,4 +1,4 @@
-"""Does bench_scale.py go through what it says, and is its model right? Nothing here looks at a time."""
+"""The calls that bench_scale.py measures, and its model. Nothing here looks at a time."""
 
 from itertools import product
 from typing import Any

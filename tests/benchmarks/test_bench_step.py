@@ -1,4 +1,4 @@
-"""Do the benchmarks of a step and of the call compare equal work, and count right? Nothing here looks at a time."""
+"""Equal work in the benchmarks of a step and of the call, and their arithmetic. Nothing here looks at a time."""
 
 import gc
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What did a rank see of a faulty call, what did the call leave behind, and was the next one right?"""
+"""What a rank saw of a faulty call, what the call left behind, and whether the next one was right."""
 
 import socket
 import time

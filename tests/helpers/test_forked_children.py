@@ -1,4 +1,4 @@
-"""Are the forked children of a script children like any other?"""
+"""Forked children of a script are children like any other."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Are the hosts of one machine as far apart as hosts are, and is nothing left of them afterwards?
+"""The hosts of one machine are as far apart as hosts are, and nothing is left of them afterwards.
 
 Run as a script, this file is one rank: `test_hosts.py FUNCTION FOLDER`.
 """
