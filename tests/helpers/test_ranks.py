@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import register_module_forward_hook
 
-from legacy_ddp._memory import plan
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.tiers import thorough
 
 
@@ -108,7 +108,7 @@ _CHANGES: dict[str, Callable[[], object]] = {
     "logger": lambda: logging.getLogger("legacy_ddp").setLevel(logging.INFO),
     "dtype": lambda: torch.set_default_dtype(torch.float64),
     "module hook": lambda: register_module_forward_hook(lambda *_: None),
-    "constant": lambda: setattr(plan, "SMALLEST_BYTES", 1),
+    "constant": lambda: move_gradients_from(1),
     "process group": lambda: dist.new_group([dist.get_rank()], use_local_synchronization=True),
     "child": lambda: subprocess.Popen(["sleep", "2"]),
 }
