@@ -139,31 +139,31 @@ class Result:
     text: str
 
 
-class Job:
-    """One torchrun per host, all part of one job; ``commands`` and ``outputs`` are in the order of ``hosts``."""
+class Launcher:
+    """torchrun on one host, which writes to the file ``output``."""
 
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        commands: Sequence[list[str]],
-        environment: Mapping[str, str],
-        outputs: Sequence[Path],
-    ) -> None:
-        self._hosts = hosts
-        self._outputs = outputs
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for host, command, output in zip(hosts, commands, outputs, strict=True):
-            with output.open("wb") as file:
-                self._processes.append(
-                    subprocess.Popen(
-                        host.command(*command),
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+    def __init__(self, host: Host, command: list[str], environment: Mapping[str, str], output: Path) -> None:
+        self.host = host
+        self._output = output
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                host.command(*command),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def result(self) -> Result:
+        return Result(self.host.name, self.process.returncode, self._output.read_text(errors="replace"))
+
+
+class Job:
+    """One torchrun per host, all part of one job."""
+
+    def __init__(self, launchers: Sequence[Launcher]) -> None:
+        self._launchers = launchers
 
     def wait(self, timeout_seconds: float, *, check: bool = True) -> list[Result]:
         """How the job ended on each host. Nothing of it runs afterwards, nor anything else on its hosts.
@@ -174,10 +174,10 @@ class Job:
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout_seconds
         try:
-            late = [h.name for h, p in zip(self._hosts, self._processes, strict=True) if not _ended(p, deadline)]
+            late = [each.host.name for each in self._launchers if not _ended(each.process, deadline)]
         finally:
             self.close()
-        results = [self._result(index) for index in range(len(self._hosts))]
+        results = [each.result() for each in self._launchers]
         failed = [r.name for r in results if check and r.exit_code and r.name not in late]
         if late or failed:
             # Failures first: torchrun where all went well waits 300 s for one that failed elsewhere.
@@ -189,14 +189,10 @@ class Job:
 
     def close(self) -> None:
         """Kill what still runs."""
-        for host, process in zip(self._hosts, self._processes, strict=True):
-            process.kill()  # first, because it may be stopped and is what its child waits for to be gone
-            process.wait()
-            host.kill_all()
-
-    def _result(self, index: int) -> Result:
-        text = self._outputs[index].read_text(errors="replace")
-        return Result(self._hosts[index].name, self._processes[index].returncode, text)
+        for each in self._launchers:
+            each.process.kill()  # first, because it may be stopped and is what its child waits for to be gone
+            each.process.wait()
+            each.host.kill_all()
 
 
 def _ended(process: "subprocess.Popen[bytes]", deadline: float) -> bool:
@@ -215,8 +211,7 @@ class Hosts:
     """
 
     def __init__(self, n: int, *, rate_mbit: float | None = None) -> None:
-        if not 2 <= n <= 8:
-            raise ValueError(f"number of hosts is out of range: got {n}, expected 2 to 8")
+
         self._rate_mbit = rate_mbit
         self.names = [f"host-{index}" for index in range(n)]
         self.addresses = [_ADDRESS.format(index + 1) for index in range(n)]
@@ -263,16 +258,16 @@ class Hosts:
         launcher += [f"--nproc-per-node={nproc_per_node}", f"--master-addr={self.addresses[0]}"]
         port = next(self._ports)
         launcher += [f"--master-port={port}", *options]
-        commands = [
-            [*launcher, f"--node-rank={index}", f"--local-addr={address}", str(script), *arguments]
-            for index, address in enumerate(self.addresses)
-        ]
         ours = {f"{library}_SOCKET_IFNAME": INTERFACE for library in ("GLOO", "NCCL", "TP")}
         ours |= {"OMP_NUM_THREADS": "1", "TMPDIR": self._folder}
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        outputs = [Path(self._folder, f"output-{port}-{name}") for name in self.names]
-        job = Job(self._hosts, commands, {**os.environ, **ours, **environment}, outputs)
-        return self._cleanup.enter_context(closing(job))
+        variables = {**os.environ, **ours, **environment}
+        launchers = []
+        for index, host in enumerate(self._hosts):
+            command = [*launcher, f"--node-rank={index}", f"--local-addr={host.address}", str(script), *arguments]
+            output = Path(self._folder, f"output-{port}-{host.name}")
+            launchers.append(Launcher(host, command, variables, output))
+        return self._cleanup.enter_context(closing(Job(launchers)))
 
     def cut(self, index: int) -> None:
         """Take a host off the switch: what it sends and what is sent to it is lost, and nobody is told."""
