@@ -1,4 +1,4 @@
-"""Does comparing two results files tell what changed, and only that?"""
+"""The comparison of two results files tells what changed, and only that."""
 
 import copy
 import json

@@ -1,9 +1,6 @@
-"""Does the benchmark for devices read profiles rightly, handle the bytes that it says, and start where there is one?"""
+"""The benchmark for devices: how it reads profiles, the bytes that it moves, and where it can run."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import _device_calls
@@ -13,13 +10,12 @@ import torch
 from torch import nn
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import fork_ranks
+from tests.helpers.scripts import fork_ranks, run_script
 from tests.helpers.torch_versions import needs_simulation
 
 SCRIPT = ROOT / "benchmarks" / "bench_gpu.py"
-
+SHORT = ("--models", "transformer", "--repeats", "1", "--rounds", "2", "--warm-up", "1")
 Event = _device_calls.Event
-
 PROFILE = [
     Event("cudaStreamSynchronize", (0, 1), on_device=False),  # before the call
     Event(_device_calls.CALL, (10, 20), on_device=False),
@@ -38,29 +34,17 @@ PROFILE = [
 ]
 
 
-def test_waits_and_launches_are_those_inside_the_call() -> None:
+def test_waits_and_launches_are_those_inside_the_call_and_kernels_are_told_by_kind_wherever_they_end() -> None:
     names = _device_calls.during_call(PROFILE)
 
     assert _device_calls.waits(names) == {"cudaStreamSynchronize": 1}
     assert _device_calls.launches(names) == {"cudaLaunchKernel": 2, "cudaMemcpyAsync": 1}
-
-
-def test_kernels_are_told_by_kind_wherever_they_end() -> None:
     assert _device_calls.kernels(PROFILE) == {
         "many tensors at once": 1,
         "reduction": 1,
         "copy to the host": 2,
         "other": 1,
     }
-
-
-def test_speed_and_share_are_bytes_by_time_and_the_ratio_upside_down() -> None:
-    summary = {"copy": {"median_ms": 2.0, "median_ratio": 1.0}, "pack": {"median_ms": 3.0, "median_ratio": 1.25}}
-
-    told = bench_gpu.with_speeds(summary, size_bytes=6_000_000)
-
-    assert [row["gigabytes_per_second"] for row in told.values()] == [3.0, 2.0]
-    assert [row["share_of_copy"] for row in told.values()] == [1.0, 0.8]
 
 
 def test_pack_and_unpack_move_every_byte_each_time() -> None:
@@ -81,20 +65,8 @@ def test_pack_and_unpack_move_every_byte_each_time() -> None:
     assert variants["copy_ of the same bytes"].run().nbytes == sum(p.nbytes for p in module.parameters())
 
 
-def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
-
-
 def test_without_a_device_it_says_so_and_ends_with_status_1() -> None:
-    run = _run(str(SCRIPT), CUDA_VISIBLE_DEVICES="")
+    run = run_script(str(SCRIPT), environment={"CUDA_VISIBLE_DEVICES": ""})
 
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr == "no device 'cuda': torch sees none, and nothing here can be measured without one\n"
@@ -112,13 +84,11 @@ bench_gpu.main([*sys.argv[1:], "--device", "sim", "--without-ddp"])
 """
 
 
-@pytest.mark.thorough
 @needs_simulation
 def test_on_the_simulated_device_all_questions_but_those_to_the_profiler_are_answered(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    short = ("--models", "transformer", "--repeats", "1", "--rounds", "2", "--warm-up", "1", "--json", str(path))
 
-    run = fork_ranks(2, "-c", _SIMULATED, *short)
+    run = fork_ranks(2, "-c", _SIMULATED, *SHORT, "--json", str(path))
 
     assert run.returncode == 0, run.stderr
     assert "transformer, step, zero_grad(set_to_none=True)" in run.stdout
@@ -134,20 +104,13 @@ def test_on_the_simulated_device_all_questions_but_those_to_the_profiler_are_ans
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_on_a_device_all_questions_are_answered(tmp_path: Path, ranks: int) -> None:
     path = tmp_path / "gpu.json"
-    short = ("--models", "transformer", "--repeats", "1", "--rounds", "2", "--warm-up", "1", "--json", str(path))
-
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    run = _run(*launch, str(SCRIPT), *short)
+
+    run = run_script(*launch, str(SCRIPT), *SHORT, "--json", str(path))
 
     assert run.returncode == 0, run.stderr
     results = json.loads(path.read_text())["results"]
     assert torch.cuda.get_device_name(0) in results["device"]
     assert list(results["transformer"]) == ["copies", "calls", "step"]
-    assert list(results["transformer"]["calls"]) == [
-        "off, views",
-        "off, to pack",
-        "info, views",
-        "info, to pack",
-        "verdict",
-    ]
+    assert {"off, views", "info, to pack", "verdict"} <= results["transformer"]["calls"].keys()
     assert results["transformer"]["calls"]["info, to pack"]["launches_per_call"]

@@ -1,9 +1,6 @@
-"""Does bench_hosts.py compare equal work, and judge it right? Nothing here looks at a time."""
+"""Equal work of all variants of bench_hosts.py, and its verdicts. Nothing here looks at a time."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,53 +15,37 @@ from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.hosts import reason_not_permitted
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
-
-BENCHMARKS = ROOT / "benchmarks"
-
+from tests.helpers.scripts import run_script
 
 SHORT = ("--layers", "1", "--repeats", "1", "--rounds", "2", "--warm-up", "0")
-VARIANTS = [
-    "torch DDP",
-    "torch DDP again",
-    "torch DDP, bucket views",
-    "torch DDP, bf16_compress_hook",
-    "ours, off",
-    "ours, info",
-    "ours, off, gloo",
-    "ours, off, reduce_dtype=bf16",
-    "local compute alone",
-]
-COMPARED = ["control", "off", "info", "gloo", "bf16", "bf16, both"]
 needs_hosts = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
 
 
-def _refuse(rank: int, name: str, wrap: Any) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        worker.check_synchronization(1, {"torch DDP": worker.VARIANTS["torch DDP"], name: wrap})
-    return str(caught.value)
-
-
-def _unsynchronized(module: nn.Module) -> nn.Module:
-    return module
+def _refused(rank: int) -> list[str]:
+    texts = []
+    for name, wrap in WRONG:
+        with pytest.raises(RuntimeError) as caught:
+            worker.check_synchronization(1, {"torch DDP": worker.VARIANTS["torch DDP"], name: wrap})
+        texts.append(str(caught.value))
+    return texts
 
 
 def _in_bf16(module: nn.Module) -> nn.Module:
     return LegacyDistributedDataParallel(module, reduce_dtype=torch.bfloat16, transport="gloo")  # memory rounds less
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "name, wrap",
-    [
-        ("ours, off", _unsynchronized),
-        ("ours, off, reduce_dtype=bf16", _unsynchronized),
-        ("ours, off", _in_bf16),
-        ("local compute alone", LegacyDistributedDataParallel),
-    ],
-)
-def test_a_variant_that_does_other_work_than_its_name_says_is_refused(name: str, wrap: Any) -> None:
-    for said in run_ranks(_refuse, 2, name, wrap):
-        assert f"a step of '{name}' is off that of torch DDP" in said
+WRONG = [
+    ("ours, off", lambda module: module),
+    ("ours, off, reduce_dtype=bf16", lambda module: module),
+    ("ours, off", _in_bf16),
+    ("local compute alone", LegacyDistributedDataParallel),
+]
+
+
+def test_a_variant_that_does_other_work_than_its_name_says_is_refused() -> None:
+    for texts in run_ranks(_refused, 2):
+        for (name, _), text in zip(WRONG, texts, strict=True):
+            assert f"a step of '{name}' is off that of torch DDP" in text
 
 
 def _goodput(rank: int) -> dict[str, float]:
@@ -87,7 +68,7 @@ def test_a_rate_counts_the_bits_that_a_rank_has_to_send() -> None:
 
 def _table(**intervals: tuple[float, float, float]) -> dict[str, Any]:
     """Least, median, greatest of each comparison; those left out are 1."""
-    rows = dict.fromkeys(COMPARED, (1.0, 1.0, 1.0)) | intervals
+    rows = dict.fromkeys(worker.COMPARED, (1.0, 1.0, 1.0)) | intervals
     compared = {
         what: {"median_ratio": median, "ratio_interval": [low, high]} for what, (low, median, high) in rows.items()
     }
@@ -108,7 +89,7 @@ def test_a_summary_names_the_update_freq_from_which_on_it_costs_nothing() -> Non
 
     summary = bench_hosts.summarize_rate(results)
 
-    assert list(summary) == COMPARED
+    assert list(summary) == list(worker.COMPARED)
     assert list(summary["off"]["median_ratios"].items()) == [("1", 0.95), ("4", 1.2), ("8", 0.99), ("16", 0.95)]
     found = {what: (row["from_update_freq"], row["from_update_freq_surely"]) for what, row in summary.items()}
     assert found == {
@@ -154,34 +135,13 @@ def test_an_aim_is_moved_by_what_two_equal_variants_surely_differ_by(
     assert bench_hosts.verdict(interval, control, 0.75) == said
 
 
-@pytest.mark.parametrize("gigabits, limited_by", [(1.7, "the rate"), (1.6, "this machine, not the rate")])
-def test_what_an_all_reduce_gets_tells_what_limits_it(gigabits: float, limited_by: str) -> None:
-    link = {"bare all_reduce": {"gigabits_per_second": gigabits}, "send": {"gigabits_per_second": 2.0}}
-
-    found = bench_hosts.reached(link, 2.0)
-
-    assert found == {"share_of_rate": {"bare all_reduce": gigabits / 2, "send": 1.0}, "limited_by": limited_by}
-
-
-def _start(*given: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "bench_hosts.py"), *given],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        check=False,
-    )
-
-
-@pytest.mark.thorough
 @needs_hosts
 @pytest.mark.slow
 def test_two_hosts_are_measured_and_judged(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
+    script = str(ROOT / "benchmarks" / "bench_hosts.py")
 
-    run = _start("--rates", "2", "--update-freq", "8", *SHORT, "--json", str(path))
+    run = run_script(script, "--rates", "2", "--update-freq", "8", *SHORT, "--json", str(path))
     document = json.loads(path.read_text())
     results = document["results"]
 
@@ -191,7 +151,8 @@ def test_two_hosts_are_measured_and_judged(tmp_path: Path) -> None:
     assert document["arguments"]["rates"] == [2.0]
     assert list(results["rates"]) == list(results["summary"]) == ["2 Gbit/s"]
     for rate in results["rates"].values():
-        assert list(rate["step, update-freq 8"]["variants"]) == VARIANTS
+        assert list(rate["step, update-freq 8"]["variants"]) == list(worker.VARIANTS)
+
         assert rate["reached"]["share_of_rate"]["send, rank 0 to 1"] < 1.25  # what may leave at once is 8 % here
     assert list(results["aims"]) == ["update-freq 8"]
     assert list(results["aims"]["update-freq 8"]) == ["off", "info", "bf16"]

@@ -1,6 +1,5 @@
-"""Does bench_scale.py go through what it says, and is its model right? Nothing here looks at a time."""
+"""The calls that bench_scale.py measures, and its model. Nothing here looks at a time."""
 
-import argparse
 from itertools import product
 from typing import Any
 
@@ -22,17 +21,17 @@ def _gradients(rank: int) -> list[Any]:
     found = []
     for variant in calls.build():
         variant.prepare()
-        held = calls._models.get("ours, off" if "off" in variant.name else "ours, info")
-        tensors = [calls._flat] if held is None or variant.name == CALLS[0] else [p.grad for p in held.parameters]
+        tensors = _tensors(calls, variant.name)
         loose = sum(tensor.untyped_storage().resizable() for tensor in tensors)  # those that are no slots
         for tensor in tensors:
             tensor.mul_(rank + 1)
         variant.run()
-        found.append([variant.name, loose, [tensor.tolist() for tensor in _after(calls, variant.name)]])
+        found.append([variant.name, loose, [tensor.tolist() for tensor in _tensors(calls, variant.name)]])
     return found
 
 
-def _after(calls: Any, name: str) -> list[Any]:
+def _tensors(calls: Any, name: str) -> list[Any]:
+
     if name == CALLS[0]:
         return [calls._flat]
     return [p.grad for p in calls._models["ours, off" if "off" in name else "ours, info"].parameters]
@@ -47,13 +46,6 @@ def test_every_call_reduces_the_same_bytes() -> None:
             [CALLS[3], 0, [[1.5] * 4] * 3],
             [CALLS[4], 3, [[1.5] * 4] * 3],
         ]
-
-
-def test_phases_leave_the_warm_up_of_each_building_out() -> None:
-    arguments = argparse.Namespace(warm_up=1, rounds=2)
-    calls = [{"agree": seconds} for seconds in (9.0, 1.0, 2.0, 9.0, 3.0, 10.0)]
-
-    assert _calls.median_phases(calls, arguments) == {"agree": 2500.0}
 
 
 def test_a_ring_hands_every_chunk_round_twice() -> None:

@@ -17,19 +17,13 @@ STEPS = {"info": count(math.ceil(10_000 / len(LOOPS)), 24), "detail": count(math
 # With make test: by default all loops but those that are close to another one, and in detail a loop of each kind of
 # state that a rank may hold alone.
 REPEATED = {
-    "tied weights",
-    "channels_last",
-    "SWA",
     "sharpness aware",
     "edit: signs and zeros",
-    "edit: centred",
     "edit: in bf16",
     "edit: absolute loss",
     "edit: without views",
     "edit: assigned",
     "edit: by hooks after",
-    "one batch, slowly learning",
-    "two batches, hardly learning",
     "two optimizers and one scaler",
 }
 IN_DETAIL = {

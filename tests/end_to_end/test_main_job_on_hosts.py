@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.hosts import Hosts, reason_not_permitted
-from tests.helpers.scripts import EXAMPLES, assert_same_bits, load, torchrun
+from tests.helpers.scripts import EXAMPLES, assert_same_bits, fork_torchrun, load
 
 STEPS = 4
 SHORT = (
@@ -35,7 +35,7 @@ pytestmark = [
 @pytest.mark.thorough
 def test_the_main_job_on_two_hosts_loses_a_rank_and_ends_in_the_bits_of_one_host(tmp_path: Path) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
-    undisturbed = torchrun(2, "train_lm.py", *SHORT, "--save", str(alone))
+    undisturbed = fork_torchrun(2, "train_lm.py", *SHORT, "--save", str(alone))
     assert undisturbed.returncode == 0, undisturbed.stderr
     shared.mkdir()
     with Hosts(2) as hosts:

@@ -1,4 +1,4 @@
-"""What is the largest difference between a loop under torch DDP, and the same loop under the wrapper?
+"""The largest difference between a loop under torch DDP and the same loop under the wrapper.
 
 A loop is written once, for a :class:`Side`: what it wraps and how it does backward. It runs three times from the same
 seed: under torch DDP, under the wrapper, and under the wrapper without the call. The third says that the first two

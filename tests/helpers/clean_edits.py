@@ -136,11 +136,6 @@ def _decay(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad.add_(parameter.detach(), alpha=1e-2)
 
 
-def _centre(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad.sub_(parameter.grad.mean())
-
-
 # Other losses, data and models
 
 
@@ -350,7 +345,6 @@ LOOPS: dict[str, Loop] = {
     "edit: signs": partial(_edited_before, edit=_take_signs, learning_rate=1e-5),
     "edit: signs and zeros": partial(_edited_before, edit=_take_clear_signs, learning_rate=1e-5),
     "edit: weight decay": partial(_edited_before, edit=_decay),
-    "edit: centred": partial(_edited_before, edit=_centre),
     "edit: after dropped gradients": partial(_edited_before, edit=_scale, backward=_dropping),
     "edit: with a gradient penalty": partial(_edited_before, edit=_scale, backward=_with_penalty),
     "edit: in bf16": partial(_edited_before, edit=_scale, backward=_loss_in_bf16, make=_in_bf16),
@@ -365,8 +359,6 @@ LOOPS: dict[str, Loop] = {
     "edit: between two calls": _two_calls_of_one_layer,
     "edit: sparse": partial(_edited_before, edit=_scale_sparse, make=Words),
     "one batch, hardly learning": partial(_repeated, count=1, learning_rate=1e-9),
-    "one batch, slowly learning": partial(_repeated, count=1, learning_rate=1e-6),
-    "two batches, hardly learning": partial(_repeated, count=2, learning_rate=1e-9),
     "seven batches, not learning": partial(_repeated, count=7, learning_rate=0.0),
     "a scaler that was not passed": _scaler_not_passed,
     "two optimizers and one scaler": _two_optimizers_and_one_scaler,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import parametrizations
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.besides_ddp import distributed_optimizers
@@ -48,34 +48,6 @@ class _Statistic(nn.Module):
         return x
 
 
-class _Tied(nn.Module):
-    """Two layers with one weight, and an embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.second(self.first(x)))
-
-
-class _Images(nn.Module):
-    """Convolutions in channels_last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 1, 3)).to(
-            memory_format=torch.channels_last
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        images = x.repeat(1, 3 * 5 * 5).view(-1, 3, 10, 10)
-        return self.layers(images.to(memory_format=torch.channels_last))
-
-
 def _sparse(rank: int, checks: Checks, steps: int) -> None:
     model = LegacyDistributedDataParallel(Words(), checks=checks)
     train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, steps)
@@ -98,10 +70,10 @@ def _scaler(rank: int, checks: Checks, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _averages(rank: int, checks: Checks, steps: int, *, average_of: Any) -> None:
-    """Rank 0 evaluates the average with the weights swapped in."""
+def _averages(rank: int, checks: Checks, steps: int) -> None:
+    """Rank 0 evaluates an average of the weights, swapped in."""
     model = LegacyDistributedDataParallel(make_net(), checks=checks)
-    average = AveragedModel(model.module, multi_avg_fn=average_of)
+    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def evaluate_average(step: int) -> None:
         average.update_parameters(model.module)
@@ -345,32 +317,29 @@ LOOPS: dict[str, Loop] = {
     "dropout and statistics": partial(_plain, module=_with_norm),
     "weight norm and spectral norm": partial(_plain, module=_reparametrised),
     "a statistic of its own": partial(_plain, module=lambda: make_net(_Statistic())),
-    "tied weights": partial(_plain, module=_Tied),
-    "channels_last": partial(_plain, module=_Images),
-    "EMA": partial(_averages, average_of=get_ema_multi_avg_fn(0.9)),
-    "SWA": partial(_averages, average_of=get_swa_multi_avg_fn()),
-}
-LOOPS |= {
-    function.__name__.strip("_").replace("_", " "): function
-    for function in (
-        _sparse,
-        _scaler,
-        _local_sgd,
-        _thaw,
-        _optimizer_kinds,
-        _rank_0_looks,
-        _looks_before_the_step,
-        _gan,
-        _lbfgs,
-        _several_optimizers,
-        _sharded,
-        _uneven,
-        _joins,
-        _reproducible,
-        _ignores,
-        _function_form,
-        _clamps,
-        _skips_agreed_nan,
-        _sharpness_aware,
-    )
+    **{
+        function.__name__.strip("_").replace("_", " "): function
+        for function in (
+            _sparse,
+            _scaler,
+            _averages,
+            _local_sgd,
+            _thaw,
+            _optimizer_kinds,
+            _rank_0_looks,
+            _looks_before_the_step,
+            _gan,
+            _lbfgs,
+            _several_optimizers,
+            _sharded,
+            _uneven,
+            _joins,
+            _reproducible,
+            _ignores,
+            _function_form,
+            _clamps,
+            _skips_agreed_nan,
+            _sharpness_aware,
+        )
+    },
 }

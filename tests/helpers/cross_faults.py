@@ -118,9 +118,9 @@ def flip(tensor: torch.Tensor, place: tuple[int, ...] = (1, 2), bit: int = 20) -
 # Kernels
 
 
-def _kernel_always(guilty: bool, rank: int) -> CrossCheckReport:
+def _kernel_always(make: Callable[[], nn.Module], guilty: bool, rank: int) -> CrossCheckReport:
     with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
-        return check(Net(Double()), rank)
+        return check(Net(make()), rank)
 
 
 def _kernel_once(guilty: bool, rank: int, *, run: int = 1, **arguments: Any) -> CrossCheckReport:
@@ -145,11 +145,6 @@ class _NotCapturable(nn.Module):
         return double(inputs)
 
 
-def _kernel_not_capturable(guilty: bool, rank: int) -> CrossCheckReport:
-    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
-        return check(Net(_NotCapturable()), rank)
-
-
 class _WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, inputs: torch.Tensor) -> torch.Tensor:
@@ -163,11 +158,6 @@ class _WrongGradient(torch.autograd.Function):
 class BackwardDouble(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return _WrongGradient.apply(inputs)
-
-
-def _kernel_in_backward(guilty: bool, rank: int) -> CrossCheckReport:
-    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
-        return check(Net(BackwardDouble()), rank)
 
 
 def _patched_function(guilty: bool, rank: int) -> CrossCheckReport:
@@ -189,16 +179,22 @@ class _ManySums(nn.Module):
         return inputs * self.numbers.sum()
 
 
-def _threads(guilty: bool, rank: int) -> CrossCheckReport:
+# Settings and code
+
+
+def _threads(make: Callable[[], nn.Module], guilty: bool, rank: int) -> CrossCheckReport:
     before = torch.get_num_threads()
     torch.set_num_threads(2 if guilty else 1)
     try:
-        return check(Net(_ManySums()), rank)
+        return check(Net(make()), rank)
     finally:
         torch.set_num_threads(before)
 
 
-# Settings and code
+def _eval(guilty: bool, rank: int) -> CrossCheckReport:
+    net = Net(nn.Tanh())
+    net.drop.train(not guilty)
+    return check(net, rank)
 
 
 def _autocast(guilty: bool, rank: int, *, everywhere: bool = False) -> CrossCheckReport:
@@ -214,12 +210,6 @@ def _seeded(guilty: bool, rank: int) -> CrossCheckReport:
     return check(Net(nn.Tanh()), rank, run)
 
 
-def _eval(guilty: bool, rank: int) -> CrossCheckReport:
-    net = Net(nn.Tanh())
-    net.drop.train(not guilty)
-    return check(net, rank)
-
-
 class Cached(nn.Module):
     """Multiplies by a tensor that is no buffer, as code with a cache of its own does."""
 
@@ -229,10 +219,6 @@ class Cached(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs * self.cache
-
-
-def _stale_cache(guilty: bool, rank: int) -> CrossCheckReport:
-    return check(Net(Cached(1.0 + guilty)), rank)
 
 
 class _WrittenByAThread(nn.Module):
@@ -253,10 +239,6 @@ class _WrittenByAThread(nn.Module):
         thread.start()
         thread.join()
         return outputs.exp()
-
-
-def _thread(guilty: bool, rank: int) -> CrossCheckReport:
-    return check(Net(_WrittenByAThread(5.0 if guilty else None)), rank)
 
 
 class _Extra(nn.Module):
@@ -282,19 +264,6 @@ class _Accumulating(nn.Module):
 
     def sums(self) -> torch.Tensor:
         return torch.zeros(50, 16).index_put_((self.rows,), self.values, accumulate=True)
-
-
-def _unordered_threads(guilty: bool, rank: int) -> CrossCheckReport:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2 if guilty else 1)
-    try:
-        return check(Net(_Accumulating()), rank)
-    finally:
-        torch.set_num_threads(before)
-
-
-def _extra(guilty: bool, rank: int) -> CrossCheckReport:
-    return check(Net(_Extra(guilty)), rank)
 
 
 # Silent
@@ -371,10 +340,6 @@ def _plainly(make: Callable[[], nn.Module], guilty: bool, rank: int) -> CrossChe
     return check(Net(make()), rank)
 
 
-def _without_wrapper(guilty: bool, rank: int) -> CrossCheckReport:
-    return cross_check(Net(nn.Tanh()), loss_of, batch_of(rank))
-
-
 SILENT: dict[str, Callable[[bool, int], CrossCheckReport]] = {
     "dropout": partial(_plainly, nn.Tanh),
     "BatchNorm": _trained_batch_norm,
@@ -385,24 +350,24 @@ SILENT: dict[str, Callable[[bool, int], CrossCheckReport]] = {
     "recurrent": partial(_plainly, _Recurrent),
     "accumulation": _accumulated,
     "autocast everywhere": partial(_autocast, everywhere=True),
-    "without wrapper": _without_wrapper,
+    "without wrapper": lambda _, rank: cross_check(Net(nn.Tanh()), loss_of, batch_of(rank)),
 }
 FAULTS: dict[str, Callable[[bool, int], CrossCheckReport]] = {
-    "kernel": _kernel_always,
+    "kernel": partial(_kernel_always, Double),
     "kernel once": _kernel_once,
     "kernel once, captured": partial(_kernel_once, operations=True),
     "kernel in the first run, captured": partial(_kernel_once, run=0, operations=True),
     "kernel without order": _kernel_of_no_order,
-    "kernel not capturable": _kernel_not_capturable,
-    "kernel in backward": _kernel_in_backward,
+    "kernel not capturable": partial(_kernel_always, _NotCapturable),
+    "kernel in backward": partial(_kernel_always, BackwardDouble),
     "patched function": _patched_function,
-    "threads": _threads,
+    "threads": partial(_threads, _ManySums),
     "autocast": _autocast,
     "seeded": _seeded,
     "eval": _eval,
-    "stale cache": _stale_cache,
-    "thread": _thread,
-    "extra operation": _extra,
-    "threads without order": _unordered_threads,
+    "stale cache": lambda guilty, rank: check(Net(Cached(1.0 + guilty)), rank),
+    "thread": lambda guilty, rank: check(Net(_WrittenByAThread(5.0 if guilty else None)), rank),
+    "extra operation": lambda guilty, rank: check(Net(_Extra(guilty)), rank),
+    "threads without order": partial(_threads, _Accumulating),
 }
 SCENES = {**SILENT, **FAULTS}

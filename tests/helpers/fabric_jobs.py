@@ -62,14 +62,6 @@ def accumulating(strategy: str, folder: Path) -> Result:
     return state(model)
 
 
-def with_arguments(strategy: str, folder: Path) -> Result:
-    """The same with every argument of the wrapper that may not change a bit."""
-    chosen = LegacyDDPFabricStrategy(
-        buffer_size=7, gradient_as_bucket_view=False, reduce_dtype=torch.float64, checks="detail", timeout_seconds=60.0
-    )
-    return accumulating(chosen, folder)  # type: ignore[arg-type]
-
-
 def configured(strategy: str, folder: Path) -> Result:
     """What the wrapper has of its arguments, and whether it left this rank's weights alone."""
     fabric = start(LegacyDDPFabricStrategy(**ARGUMENTS, ignore=["0.bias"]))
@@ -219,7 +211,6 @@ BOTH = ("ddp", "legacy_ddp")
 OURS = ("legacy_ddp",)
 STORIES: dict[Story, tuple[str, ...]] = {
     accumulating: BOTH,
-    with_arguments: OURS,
     configured: OURS,
     hooked: BOTH,
     in_bf16: BOTH,

@@ -122,8 +122,6 @@ _LAUNCHER = ("-m", "torch.distributed.run")
 # A template shares the process group, and so the signals of a terminal.
 _IGNORED_BY_TEMPLATE = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
-_ENVIRON = Path("/proc/self/environ")
-_SHOWN_FIRST = frozenset(_ENVIRON.read_bytes().split(b"\0") if _ENVIRON.exists() else ())
 
 
 @dataclass(frozen=True)
@@ -279,18 +277,3 @@ def _enter(start: _Start, descriptors: Sequence[int]) -> None:
     elif start.process_group >= 0:
         os.setpgid(0, start.process_group)
     enter(start.environment, start.cwd, is_unbuffered=start.is_unbuffered)
-    _show(start.environment)
-
-
-def _show(environment: dict[str, str]) -> None:
-    """Write what fits of the environment where /proc shows that of the process; nothing refers to the place any more.
-
-    What the server was started with comes last: there is room for hardly more.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = (int(fields[number - 3]) for number in (50, 51))  # as proc(5) counts them
-    variables = [os.fsencode(f"{name}={value}") for name, value in environment.items()]
-    text = b"".join(variable + b"\0" for variable in sorted(variables, key=_SHOWN_FIRST.__contains__))
-    fits = text[: end - begin].rpartition(b"\0")[0] + b"\0"
-    ctypes.memset(begin, 0, end - begin)
-    ctypes.memmove(begin, fits, len(fits))

@@ -1,4 +1,4 @@
-"""How does a test run torchrun over several hosts, on one machine and without touching its network?
+"""Hosts on one machine, without touching its network: each has a network, a host name and processes of its own.
 
 The hosts are joined by a bridge, which has a set of namespaces of its own: the switch. What they
 still share: files (but /etc/hosts), the boot id, CPUs and clocks, and /sys, where /sys/class/net
@@ -24,9 +24,6 @@ from typing import Any
 from legacy_ddp._ranks import first_meeting
 from tests.helpers.paths import ROOT
 
-# How does a test get a host of its own: network, host name and processes that nobody else sees?
-
-
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 _UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--pid", "--mount-proc", "--fork", "--kill-child")
 # Who is not root builds everything in one user namespace, in which it is.
@@ -41,11 +38,7 @@ _END_SECONDS = 10.0
 
 
 class HostFailure(AssertionError):  # noqa: N818 - pytest shows the name: what failed is the host, not the helper
-    """Says which hosts failed and how; ``names`` holds them."""
-
-    def __init__(self, message: str, names: Sequence[str]) -> None:
-        super().__init__(message)
-        self.names = tuple(names)
+    """Says which hosts failed and how."""
 
 
 @cache
@@ -84,7 +77,7 @@ class Host:
         assert self._holder.stdout is not None
         if (said := self._holder.stdout.readline()) != "ready\n":
             said += self._holder.communicate()[0]
-            raise HostFailure(f"{name} did not start: {said}", [name])
+            raise HostFailure(f"{name} did not start: {said}")
 
     @property
     def pid(self) -> int:
@@ -125,12 +118,10 @@ class Host:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_seconds, check=False
         )
         if done.returncode:
-            message = f"{' '.join(command)} on {self.name}: exit code {done.returncode}: {done.stderr}{done.stdout}"
-            raise HostFailure(message, [self.name])
+            said = f"{done.stderr}{done.stdout}"
+            raise HostFailure(f"{' '.join(command)} on {self.name}: exit code {done.returncode}: {said}")
         return done.stdout
 
-
-__all__ = ["Host", "HostFailure", "Hosts", "Job", "JobFailure", "Result", "reason_not_permitted"]
 
 INTERFACE = "eth0"
 # From the range for benchmarks of networks (RFC 2544): no name server is in it, so that looking up
@@ -150,72 +141,60 @@ class Result:
     text: str
 
 
-class JobFailure(HostFailure):
-    """Says which hosts did not end, or failed; ``results`` is what all hosts left."""
+class Launcher:
+    """torchrun on one host, which writes to the file ``output``."""
 
-    def __init__(self, message: str, names: Sequence[str], results: Sequence[Result]) -> None:
-        super().__init__(message, names)
-        self.results = tuple(results)
+    def __init__(self, host: Host, command: list[str], environment: Mapping[str, str], output: Path) -> None:
+        self.host = host
+        self._output = output
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                host.command(*command),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def result(self) -> Result:
+        return Result(self.host.name, self.process.returncode, self._output.read_text(errors="replace"))
 
 
 class Job:
-    """One torchrun per host, all part of one job; ``commands`` and ``outputs`` are in the order of ``hosts``."""
+    """One torchrun per host, all part of one job."""
 
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        commands: Sequence[list[str]],
-        environment: Mapping[str, str],
-        outputs: Sequence[Path],
-    ) -> None:
-        self._hosts = hosts
-        self._outputs = outputs
-        self._processes: list[subprocess.Popen[bytes]] = []
-        for host, command, output in zip(hosts, commands, outputs, strict=True):
-            with output.open("wb") as file:
-                self._processes.append(
-                    subprocess.Popen(
-                        host.command(*command),
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
+    def __init__(self, launchers: Sequence[Launcher]) -> None:
+        self._launchers = launchers
 
     def wait(self, timeout_seconds: float, *, check: bool = True) -> list[Result]:
         """How the job ended on each host. Nothing of it runs afterwards, nor anything else on its hosts.
 
         Raises:
-            JobFailure: a host did not end in time, or, with ``check``, had an exit code other than 0.
+            HostFailure: a host did not end in time, or, with ``check``, had an exit code other than 0.
         """
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout_seconds
         try:
-            late = [h.name for h, p in zip(self._hosts, self._processes, strict=True) if not _ended(p, deadline)]
+            late = [each.host.name for each in self._launchers if not _ended(each.process, deadline)]
         finally:
             self.close()
-        results = [self._result(index) for index in range(len(self._hosts))]
+        results = [each.result() for each in self._launchers]
         failed = [r.name for r in results if check and r.exit_code and r.name not in late]
         if late or failed:
             # Failures first: torchrun where all went well waits 300 s for one that failed elsewhere.
             faults = [f"{', '.join(failed)} failed"] if failed else []
             faults += [f"{', '.join(late)} did not end within {timeout_seconds} s"] if late else []
             texts = [f"--- {r.name}, exit code {r.exit_code}, ends with\n{r.text[-4000:]}" for r in results]
-            raise JobFailure("\n".join(["; ".join(faults), *texts]), [*failed, *late], results)
+            raise HostFailure("\n".join(["; ".join(faults), *texts]))
         return results
 
     def close(self) -> None:
         """Kill what still runs."""
-        for host, process in zip(self._hosts, self._processes, strict=True):
-            process.kill()  # first, because it may be stopped and is what its child waits for to be gone
-            process.wait()
-            host.kill_all()
-
-    def _result(self, index: int) -> Result:
-        text = self._outputs[index].read_text(errors="replace")
-        return Result(self._hosts[index].name, self._processes[index].returncode, text)
+        for each in self._launchers:
+            each.process.kill()  # first, because it may be stopped and is what its child waits for to be gone
+            each.process.wait()
+            each.host.kill_all()
 
 
 def _ended(process: "subprocess.Popen[bytes]", deadline: float) -> bool:
@@ -234,8 +213,7 @@ class Hosts:
     """
 
     def __init__(self, n: int, *, rate_mbit: float | None = None) -> None:
-        if not 2 <= n <= 8:
-            raise ValueError(f"number of hosts is out of range: got {n}, expected 2 to 8")
+
         self._rate_mbit = rate_mbit
         self.names = [f"host-{index}" for index in range(n)]
         self.addresses = [_ADDRESS.format(index + 1) for index in range(n)]
@@ -282,25 +260,21 @@ class Hosts:
         launcher += [f"--nproc-per-node={nproc_per_node}", f"--master-addr={self.addresses[0]}"]
         port = next(self._ports)
         launcher += [f"--master-port={port}", *options]
-        commands = [
-            [*launcher, f"--node-rank={index}", f"--local-addr={address}", str(script), *arguments]
-            for index, address in enumerate(self.addresses)
-        ]
         ours = {f"{library}_SOCKET_IFNAME": INTERFACE for library in ("GLOO", "NCCL", "TP")}
         ours |= {"OMP_NUM_THREADS": "1", "TMPDIR": self._folder}
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        outputs = [Path(self._folder, f"output-{port}-{name}") for name in self.names]
-        job = Job(self._hosts, commands, {**os.environ, **ours, **environment}, outputs)
-        return self._cleanup.enter_context(closing(job))
+        variables = {**os.environ, **ours, **environment}
+        launchers = []
+        for index, host in enumerate(self._hosts):
+            command = [*launcher, f"--node-rank={index}", f"--local-addr={host.address}", str(script), *arguments]
+            output = Path(self._folder, f"output-{port}-{host.name}")
+            launchers.append(Launcher(host, command, variables, output))
+        return self._cleanup.enter_context(closing(Job(launchers)))
 
     def cut(self, index: int) -> None:
         """Take a host off the switch: what it sends and what is sent to it is lost, and nobody is told."""
         # Not "down": the host would lose its carrier, which it does not when a cable further away is cut.
         self.switch.configure("ip", "link", "set", "dev", _port(index), "nomaster")
-
-    def mend(self, index: int) -> None:
-        """Undo :meth:`cut`. TCP finds out when it next sends again, and it waits ever longer before it does."""
-        self.switch.configure("ip", "link", "set", "dev", _port(index), "master", "switch")
 
     def _connect(self, host: Host, port: str) -> None:
         peer = ("peer", "name", INTERFACE, "netns", str(host.pid))

@@ -238,22 +238,6 @@ def accumulating(strategy: str, folder: Path) -> Result:
     return {**state(module), "seen": module.seen}
 
 
-def with_arguments(strategy: str, folder: Path) -> Result:
-    """The same with every argument of the wrapper that may not change a bit."""
-    chosen: Any = strategy
-    if strategy == "legacy_ddp":
-        chosen = LegacyDDPStrategy(
-            buffer_size=7,
-            gradient_as_bucket_view=False,
-            reduce_dtype=torch.float64,
-            checks=Checks(level="detail", nonfinite="raise"),
-            timeout_seconds=60.0,
-            ignore=(),
-            init_sync=True,
-        )
-    return accumulating(chosen, folder)
-
-
 def in_bf16(strategy: str, folder: Path) -> Result:
     module = Plain()
     fit(strategy, module, precision="bf16-mixed", accumulate_grad_batches=2, gradient_clip_val=0.1)
@@ -447,7 +431,6 @@ OURS = ("legacy_ddp",)
 STORIES: dict[Story, tuple[str, ...]] = {
     first_group: OURS,
     accumulating: BOTH,
-    with_arguments: OURS,
     in_bf16: BOTH,
     in_fp16: BOTH,
     normed: BOTH,

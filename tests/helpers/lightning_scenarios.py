@@ -1,4 +1,4 @@
-"""How does one pair of processes run many trainings, and how does a test read what they left?
+"""Many trainings by one pair of processes, and what they left, for a test to read.
 
 Starting Lightning takes seconds, so a script runs story after story, each under several strategies, and every rank
 leaves a file for each.

@@ -1,4 +1,4 @@
-"""What did a rank see of a faulty call, what did the call leave behind, and was the next one right?"""
+"""What a rank saw of a faulty call, what the call left behind, and whether the next one was right."""
 
 import socket
 import time
@@ -12,6 +12,8 @@ from torch import nn
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel
+from tests.helpers.cases import Grads, all_bits
+from tests.helpers.cases import get_gradients as bits
 
 # The exchanges of this rank, seen from outside: collectives of gloo, and messages between the ranks of a host
 
@@ -111,20 +113,9 @@ def attempt(action: Callable[[], object]) -> LegacyDDPError | ValueError | None:
     return None
 
 
-def bits(model: nn.Module) -> list[torch.Tensor | None]:
-    """Copies of all gradients."""
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def same(before: list[torch.Tensor | None], after: list[torch.Tensor | None]) -> bool:
+def same(before: Grads, after: Grads) -> bool:
     """Whether no gradient changed, bit by bit: a NaN is equal to itself."""
-    return all(a is b if a is None or b is None else _same_bits(a, b) for a, b in zip(before, after, strict=True))
-
-
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    return torch.equal(*(each.detach().contiguous().flatten().view(torch.uint8) for each in (first, second)))
+    return all_bits(before) == all_bits(after)
 
 
 def next_call_is_right(model: LegacyDistributedDataParallel, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""What can happen to a rank, and what does each of the others see of it?
+"""Faults that happen to a rank, and what each of the other ranks sees of them.
 
 A scene is a short training on every rank; in the call after ``Scene.calls`` good ones the victims meet their fault.
 """

@@ -26,10 +26,7 @@ from tests.helpers.paths import ROOT
 
 @dataclass(frozen=True)
 class Script:
-    """What a child runs: ``command`` is ``FILE ...``, ``-m MODULE ...`` or ``-c CODE ...``.
-
-    ``forks_children``: the Python processes it starts are forked, too, with the modules ``preloaded``.
-    """
+    """What a child runs: see :func:`fork_scripts`."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -126,26 +123,13 @@ def run_script(
 
 
 def fork_script(
-    *command: str,
-    environment: Mapping[str, str] | None = None,
-    limit_seconds: float = LIMIT_SECONDS,
-    cwd: Path = ROOT,
-    forks_children: bool = False,
-    preloaded: tuple[str, ...] = (),
+    *command: str, environment: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """``FILE ...``, ``-m MODULE ...`` or ``-c CODE ...`` in a child that has torch loaded.
 
-    Where the start is not what is tested. ``forks_children``: so are the Python processes that it starts; they have the
-    modules ``preloaded``, too.
+    Where the start is not what is tested. ``options`` are those of :func:`fork_scripts`.
     """
-    (run,) = fork_scripts(
-        [command],
-        [environment or {}],
-        limit_seconds=limit_seconds,
-        cwd=cwd,
-        forks_children=forks_children,
-        preloaded=preloaded,
-    )
+    (run,) = fork_scripts([command], [environment or {}], **options)
     return run
 
 
@@ -158,7 +142,10 @@ def fork_scripts(
     forks_children: bool = False,
     preloaded: tuple[str, ...] = (),
 ) -> list[subprocess.CompletedProcess[str]]:
-    """The same of several scripts at the same time, each with variables of its own."""
+    """The same of several scripts at the same time, each with variables of its own.
+
+    ``forks_children``: the Python processes that they start are forked, too, with the modules ``preloaded``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         scripts = [
             _script(command, variables, cwd, Path(folder, str(number)), forks_children, preloaded)
@@ -218,19 +205,10 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def torchrun(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Start one of the examples on several ranks, as a user does."""
-    return run_script(*_launcher(world_size), str(EXAMPLES / script), *arguments, **options)
-
-
 def fork_torchrun(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The same, quickly: torchrun and its ranks are forked."""
-    command = (*_launcher(world_size), str(EXAMPLES / script), *arguments)
-    return fork_script(*command, forks_children=True, **options)
-
-
-def _launcher(world_size: int) -> tuple[str, ...]:
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
+    """One of the examples on several ranks, as a user starts it, but torchrun and its ranks are forked."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
+    return fork_script(*launcher, str(EXAMPLES / script), *arguments, forks_children=True, **options)
 
 
 def example(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

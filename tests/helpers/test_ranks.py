@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import register_module_forward_hook
 
-from legacy_ddp._memory import plan
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.small_sizes import move_gradients_from
+from tests.helpers.tiers import thorough
 
 
 def _sum_of_ranks(rank: int, scale: float = 1.0) -> float:
@@ -91,11 +92,6 @@ def _pid(rank: int) -> int:
     return os.getpid()
 
 
-def _leave_pid_and_hang_on(folder: str, guilty: int, rank: int) -> None:
-    Path(folder, str(os.getpid())).touch()
-    _hang_on(guilty, rank)
-
-
 def _random_number(rank: int) -> float:
     return torch.rand(()).item()
 
@@ -112,7 +108,7 @@ _CHANGES: dict[str, Callable[[], object]] = {
     "logger": lambda: logging.getLogger("legacy_ddp").setLevel(logging.INFO),
     "dtype": lambda: torch.set_default_dtype(torch.float64),
     "module hook": lambda: register_module_forward_hook(lambda *_: None),
-    "constant": lambda: setattr(plan, "SMALLEST_BYTES", 1),
+    "constant": lambda: move_gradients_from(1),
     "process group": lambda: dist.new_group([dist.get_rank()], use_local_synchronization=True),
     "child": lambda: subprocess.Popen(["sleep", "2"]),
 }
@@ -131,12 +127,6 @@ def _survive_lost_peer(rank: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(torch.zeros(1))
     return type(caught.value).__name__
-
-
-def _survive_and_hang_on_exit(rank: int) -> str:
-    if rank == 0:
-        _hang_on_exit(rank)
-    return _survive_lost_peer(rank)
 
 
 def _die_at_exit_on(guilty: int, how: str, rank: int) -> None:
@@ -183,31 +173,36 @@ FAILING = {
     "hangs after a failure": Failing(
         _raise_on_first_hang_on_others, 2, r"rank 1 hung \(perhaps because of the failure above\)", (0, 1)
     ),
+    "hangs": Failing(partial(_hang_on, 1), 2, "rank 1 hung(.|\n)*_wait_for_ever_in_a_named_function", (1,), _SOON),
     "cannot exit": Failing(_hang_on_exit, 1, "rank 0 did not exit after returning", (0,), {**_SOON, "fresh": True}),
     "cannot start": Failing(_identity, 2, "did not start", (0, 1), {"start_seconds": 0.0}),
     "is broken": Failing(partial(_die_at_exit_on, 0, "_exit"), 1, "rank 0 died after returning: exit code 3", (0,)),
     "raises although lost": Failing(partial(_raise_on, 1), 2, "the planted error", (1, 0), _LOST),
-    "survives and cannot exit": Failing(_survive_and_hang_on_exit, 2, "rank 0 did not exit after return", (0,), _LOST),
+    "survives and cannot exit": Failing(_hang_on_exit, 2, "rank 0 did not exit after returning", (0,), _LOST),
     "survives and dies": Failing(
         partial(_die_at_exit_on, 0, "SIGABRT"), 2, "rank 0 died after returning: signal SIGABRT", (0,), _LOST
     ),
 }
 
 
-@pytest.mark.parametrize("name", FAILING)
-def test_a_failure_names_the_rank_and_what_happened_to_it(name: str) -> None:
+def _leave_pid(job: Callable[[int], object], folder: Path, rank: int) -> object:
+    (folder / str(os.getpid())).touch()
+    return job(rank)
+
+
+@pytest.mark.parametrize("name", [thorough(name) if name == "survives and cannot exit" else name for name in FAILING])
+def test_a_failure_names_the_rank_and_what_happened_to_it_and_no_process_survives(name: str, tmp_path: Path) -> None:
     failing = FAILING[name]
     with pytest.raises(RankFailure, match=failing.words) as caught:
-        run_ranks(failing.job, failing.size, **failing.options)
+        run_ranks(partial(_leave_pid, failing.job, tmp_path), failing.size, **failing.options)
 
     assert caught.value.ranks[: len(failing.ranks)] == failing.ranks
+    assert _alive(int(path.name) for path in tmp_path.iterdir()) == []
 
 
 def test_ranks_may_be_lost() -> None:
-    hanging = partial(run_ranks, _survive_and_hang_on_exit, survivors_exit=False)
-
     assert run_ranks(_survive_lost_peer, 2, lost=(1,)) == ["RuntimeError", None]
-    assert hanging(2, lost=(1,)) == ["RuntimeError", None]
+    assert run_ranks(_hang_on_exit, 2, lost=(1,), survivors_exit=False) == [None, None]
     for how in ("SIGKILL", "SIGSTOP"):
         assert run_ranks(partial(_die_on, 0, how), 2, lost=(0,)) == [None, 1]
     assert run_ranks(partial(_die_on, 0, "SIGABRT"), 2, lost=(0, 1)) == [None, 1]
@@ -222,15 +217,6 @@ def test_ranks_may_meet_in_a_store_of_rank_0_which_is_lost_with_it() -> None:
 def _alive(pids: Iterable[int]) -> list[int]:
     """The processes that are running, or ended and were not waited for."""
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
-def test_a_hanging_rank_is_named_with_its_stack_and_no_process_survives(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="rank 1 hung") as caught:
-        run_ranks(partial(_leave_pid_and_hang_on, str(tmp_path), 1), 2, timeout_seconds=0.5)
-
-    assert caught.value.ranks == (1,)
-    assert "_wait_for_ever_in_a_named_function" in str(caught.value)
-    assert _alive(int(path.name) for path in tmp_path.iterdir()) == []
 
 
 # Processes that are kept

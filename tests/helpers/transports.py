@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._settings import TRANSPORT_VARIABLE
 from tests.helpers import devices, tiers
 
 HOST, GLOO, DEVICE = "host", "gloo", "device"
@@ -35,7 +34,7 @@ current = HOST
 
 def environment() -> dict[str, str]:
     """Variables of the ranks: none for the default."""
-    return {TRANSPORT_VARIABLE: GLOO} if current == GLOO else {}
+    return {"LEGACY_DDP_TRANSPORT": GLOO} if current == GLOO else {}
 
 
 def device() -> str:

@@ -40,10 +40,6 @@ def test_the_process_group_has_the_backend_and_the_timeout_that_were_asked_for(l
     assert left("first_group") == [{"backend": "gloo", "timeout": timedelta(seconds=90)}] * 2
 
 
-def test_no_argument_of_the_wrapper_changes_a_bit(left: Any) -> None:
-    assert_same_bits(left("with_arguments"), left("accumulating", "ddp"))
-
-
 def test_training_in_bf16_is_that_of_ddp(left: Any) -> None:
     assert_same_bits(left("in_bf16"), left("in_bf16", "ddp"))
 
