@@ -14,7 +14,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
-from legacy_ddp.debug._page.page import write_page
+from legacy_ddp.debug._page import write_page
 from legacy_ddp.debug._trace.read import open_run
 
 DRAWN = "return document.readyState == 'complete' && window.Bokeh && Bokeh.documents.every(one => one.is_idle)"

@@ -19,7 +19,7 @@ from legacy_ddp.debug._diff import result
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
 from legacy_ddp.debug._errors_page import close_names, find, list_lines, read_sections, section_lines
-from legacy_ddp.debug._port.port import port
+from legacy_ddp.debug._port import port
 from legacy_ddp.debug._port.script import ScriptError
 from legacy_ddp.debug._trace import summary
 from legacy_ddp.debug._trace.read import Run, open_run
@@ -169,7 +169,7 @@ def _show(given: argparse.Namespace) -> int:
 def _report(given: argparse.Namespace) -> int:
     runs = [open_run(path) for path in given.traces]
     try:
-        from legacy_ddp.debug._page.page import write_page  # needs bokeh; the other commands do not
+        from legacy_ddp.debug._page import write_page  # needs bokeh; the other commands do not
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from legacy_ddp.debug._port.port import OTHERS, PAGES
+from legacy_ddp.debug._port import OTHERS, PAGES
 from tests.helpers.command import RefusedError, command
 
 _REMARK = re.compile(r"\S+:(\d+): (decide|note): (.*?) (docs/\S+)")

@@ -80,7 +80,7 @@ def test_a_process_that_an_exception_ends_takes_those_along_that_it_launched(tmp
     pid_file = tmp_path / "pid"
     program = f"""
 import pathlib, subprocess, sys, types
-from legacy_ddp.lightning._strategies import set_up_exit
+from legacy_ddp.lightning import set_up_exit
 program = "import threading; threading.Event().wait()"
 launched = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 pathlib.Path({str(pid_file)!r}).write_text(str(launched.pid))

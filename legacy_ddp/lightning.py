@@ -1,4 +1,8 @@
-"""The strategies for Lightning's Trainer and for Fabric, and the end of the processes that Lightning launches."""
+"""Strategies for Lightning. The import registers ``legacy_ddp``, ``legacy_ddp_spawn`` and ``legacy_ddp_fork``.
+
+For the package ``lightning`` only: the Trainer of ``pytorch_lightning`` has different classes and accepts none of these
+strategies.
+"""
 
 import atexit
 import subprocess
@@ -13,17 +17,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.ddp import DDPStrategy as _FabricStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.pytorch.strategies import DDPStrategy as _TrainerStrategy
 from torch import nn
 
 from legacy_ddp._check_settings import Checks, Level, LossScaler, as_checks, as_names
-from legacy_ddp._errors import LostPeerError, UnsynchronizedStepError, argument_errors
+from legacy_ddp._errors import LostPeerError, UnsynchronizedStepError, argument_errors, import_error
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import INSTEAD, Settings, refuse_unknown, resolve_checks, resolve_timeout
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
+
+try:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.ddp import DDPStrategy as _FabricStrategy
+    from lightning.fabric.strategies.registry import _StrategyRegistry
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.pytorch.strategies import DDPStrategy as _TrainerStrategy
+    from lightning.pytorch.strategies import StrategyRegistry
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "lightning":  # a requirement of lightning is missing
+        raise
+    raise import_error(
+        "legacy_ddp.lightning needs the package lightning, 2.4 or newer, and it is not installed (pytorch_lightning is "
+        "a different package); run: pip install 'legacy_ddp[lightning]'"
+    ) from error
+
+__all__ = ["LegacyDDPFabricStrategy", "LegacyDDPStrategy"]
 
 _START_METHODS = {"legacy_ddp": "popen", "legacy_ddp_spawn": "spawn", "legacy_ddp_fork": "fork"}
 _GRACE_SECONDS = 5.0  # for a rank that is about to end, to show its own error
@@ -369,3 +386,7 @@ def _destroy_at_exit() -> None:
 def _destroy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+LegacyDDPStrategy.register_strategies(StrategyRegistry)
+LegacyDDPFabricStrategy.register_strategies(STRATEGY_REGISTRY)
