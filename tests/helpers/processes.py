@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import islice
 from multiprocessing.util import _finalizer_registry
 from pathlib import Path
 from types import ModuleType
@@ -162,3 +163,17 @@ def with_variable(mark: str) -> dict[int, bytes]:
             if mark.encode() in (path / "environ").read_bytes():
                 found[int(path.name)] = (path / "cmdline").read_bytes()
     return found
+
+
+def leave_open_files(count: int) -> None:
+    """Limit this process to ``count`` more open files."""
+    *_, limit = islice((number for number in range(1024) if not _is_open(number)), count + 1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
