@@ -22,7 +22,7 @@ from legacy_ddp._ranks.private_groups import Groups, join_hosts
 from legacy_ddp._ranks.wait import Gatherer
 from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
-from legacy_ddp._watchdog import USER_CODE, Watchdog, end_after, forget_turn, process_activity
+from legacy_ddp._watchdog import USER_CODE, end_after, forget_turn, process_activity
 from legacy_ddp._watchdog.process import ActivityMark, new_mark
 
 _EARLY_CALLS = 2
@@ -140,8 +140,7 @@ class Call(Gatherer):
         """
         if error is None:
             forget_turn()
-            if self.groups.counting_device is not None:
-                self.groups.note_issued()
+            self.groups.note_issued()
             if self.group_state.wrapper_id is None:
                 self.groups.wrapper_count = max(self.groups.wrapper_count, self.wrapper_id)
                 _numbered.append(weakref.ref(self.group_state, _numbered.remove))
@@ -199,8 +198,6 @@ class Call(Gatherer):
     def exchange_endpoints(self) -> None:
         """Collective, once per group, after its first matching headers: exchange the endpoints of the watchdogs, and
         connect the hosts."""
-        if self.groups.endpoints_exchanged or self.groups.size == 1:
-            return
         watchdog = self.groups.watchdog
         endpoints = self.gather_objects("" if watchdog is None else watchdog.endpoint().decode())
         if watchdog is not None:
@@ -227,22 +224,17 @@ class Call(Gatherer):
         self.open_phases.append((name, perf_counter(), profiler))
         return self._phase_end
 
-    def payload(self, places: Sequence[torch.device]) -> AbstractContextManager[None]:
+    @contextmanager
+    def payload(self, places: Sequence[torch.device]) -> Iterator[None]:
         """The phase of the payload. The watchdog watches the devices ``places`` also after the end of the call."""
         watchdog = self.groups.watchdog
-        if watchdog is None:
-            return self.phase("payload")
-        return self._watched_payload(watchdog, places)
-
-    @contextmanager
-    def _watched_payload(self, watchdog: Watchdog, places: Sequence[torch.device]) -> Iterator[None]:
         # On gloo the host waits in the call itself.
         watched = [place for place in places if not self.groups.is_private(self.groups.payload(place))]
         with self.phase("payload"):
-            if watched:
+            if watchdog is not None and watched:
                 watchdog.begin_payload(watched)
             yield
-            if watched:
+            if watchdog is not None and watched:
                 watchdog.end_payload()
 
     def set_phase(self, text: str) -> None:
@@ -296,7 +288,7 @@ class PhaseEnd:
 
 def check_can_communicate(call: Call) -> None:
     """Raise a LegacyDDPError inside backward, or while a graph of the device is captured: no collective may run."""
-    if internals.current_backward() != -1:
+    if internals.inside_backward():
         raise LegacyDDPError(
             f"{call.operation} was called from inside backward, expected after it; move it behind loss.backward()"
         )

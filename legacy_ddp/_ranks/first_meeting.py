@@ -36,8 +36,6 @@ _MEANINGS = {
     "network": "they run in different network namespaces",
     "user": "they belong to different users",
 }
-FACTS = tuple(_MEANINGS)
-
 _BEGINS, _ARRIVALS, _ERROR, _HUBS = "begins", "arrivals", "error", "hubs"
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
 _QUEUE = 4096  # connections that wait; the kernel may allow less (net.core.somaxconn, 4,096)
@@ -66,8 +64,8 @@ class Met:
 
 
 def own_card() -> dict[str, str]:
-    """The :data:`FACTS` about this process, equal on ranks that share a host; and ``problem``: why a fact is not known,
-    empty if all are known.
+    """The facts about this process, equal on ranks that share a host; and ``problem``: why a fact is not known, empty
+    if all are known.
     """
     if sys.platform != "linux":
         return {"problem": f"shared memory needs Linux, got sys.platform {sys.platform!r}"}
@@ -113,10 +111,11 @@ def meet_members(
             meeting.join_host()
         except OSError as error:
             meeting.tell(meeting.error_of(error))
+        # The first rank alone looks for the others: with all of them the store would get size * size requests.
+        warn_after = float("inf") if warn_after_seconds is None or place else warn_after_seconds
+        members = _Members(of_generation, rank, size, timeout, warn_after, _LATE[has_wrapper])
         try:
-            # The first rank alone looks for the others: with all of them the store would get size * size requests.
-            absent = _Absent(of_generation, rank, size, warn_after_seconds if place == 0 else None, _LATE[has_wrapper])
-            _await_members(store, generation, size, timeout, absent)
+            members.await_all(store, (generation + 1) * size)
         except SyncTimeoutError as error:
             meeting.tell(error)  # to a rank that arrives later
             raise
@@ -134,7 +133,7 @@ class _Meeting:
         self._store, self._rank, self._timeout, self._check_room = store, rank, timeout, check_room
         self._deadline = time.monotonic() + timeout.total_seconds()
         self.card: dict[str, Any] = own_card()
-        facts = json.dumps([self.card.get(fact, f"rank {rank}") for fact in FACTS])
+        facts = json.dumps([self.card.get(fact, f"rank {rank}") for fact in _MEANINGS])
         self._host_key = f"host/{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
         self._hub: tuple[int, socket.socket] | None = None
         self._number = -1  # of this host among the hosts, on its hub
@@ -263,58 +262,54 @@ class _Meeting:
         return place
 
 
-class _Absent:
-    """The ranks that have not come to the first meeting, in a warning and in the error.
-
-    ``warn_after_seconds``: None if another rank warns, or none.
+class _Members:
+    """The wait for all members of the group. Warnings and the error name the ranks that have not come: the error of
+    torch's group would not. The first warning comes after ``warn_after_seconds``.
     """
 
     def __init__(
-        self, store: internals.Store, rank: int, size: int, warn_after_seconds: float | None, reasons: str
+        self,
+        store: internals.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        warn_after_seconds: float,
+        reasons: str,
     ) -> None:
         self._store, self._rank, self._size, self._reasons = store, rank, size, reasons
-        self._start = time.monotonic()
-        self._next_seconds = float("inf") if warn_after_seconds is None else warn_after_seconds
+        self._start, self._limit_seconds = time.monotonic(), timeout.total_seconds()
+        self._next_seconds = warn_after_seconds  # of a warning, then at twice the time each
 
-    def ranks(self) -> list[int]:
-        # Not by arrivals: a rank may still wait for the hub of its host, which is the missing one.
-        return [other for other in range(self._size) if not self._store.check([f"begun/{other}"])]
+    def await_all(self, arrivals: internals.Store, count: int) -> None:
+        arrivals.add(_ARRIVALS, 1)
+        _ask_until(lambda: arrivals.add(_ARRIVALS, 0) >= count, self._check)
 
-    def error(self, timeout: timedelta) -> SyncTimeoutError:
-        missing = self.ranks()
-        return SyncTimeoutError(
-            f"{_NAME}: {name_ranks(missing) if missing else 'a rank'} did not arrive within "
-            f"{timeout.total_seconds():g} s. Possible reasons: {self._reasons}",
-            ranks=missing,
-            phase="agree",
-        )
-
-    def warn_if_due(self, timeout: timedelta) -> None:
-        """Warn after ``warn_after_seconds``, and then at twice the time each."""
+    def _check(self) -> None:
         seconds = time.monotonic() - self._start
-        if seconds < self._next_seconds:
-            return
-        self._next_seconds = 2 * seconds
-        if missing := self.ranks():
+        if seconds > self._limit_seconds:
+            missing = self._missing()
+            raise SyncTimeoutError(
+                f"{_NAME}: {name_ranks(missing) if missing else 'a rank'} did not arrive within "
+                f"{self._limit_seconds:g} s. Possible reasons: {self._reasons}",
+                ranks=missing,
+                phase="agree",
+            )
+        if seconds >= self._next_seconds:
+            self._next_seconds = 2 * seconds
+            self._warn(seconds)
+
+    def _warn(self, seconds: float) -> None:
+        if missing := self._missing():
             text = (
                 f"{_NAME}: {name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not come within "
-                f"{seconds:.0f} s, and the other ranks wait, for at most {timeout.total_seconds():g} s"
+                f"{seconds:.0f} s, and the other ranks wait, for at most {self._limit_seconds:g} s"
             )
             extra = {"event": "waiting", "call": "", "phase": "agree", "seconds": round(seconds, 3), "ranks": missing}
             logger_of(self._rank).warning("%s\n%s", text, _WHY_LATE, extra=extra)
 
-
-def _await_members(store: internals.Store, generation: int, size: int, timeout: timedelta, absent: _Absent) -> None:
-    """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
-    store.add(_ARRIVALS, 1)
-    deadline = time.monotonic() + timeout.total_seconds()
-
-    def check() -> None:
-        if time.monotonic() > deadline:
-            raise absent.error(timeout)
-        absent.warn_if_due(timeout)
-
-    _ask_until(lambda: store.add(_ARRIVALS, 0) >= (generation + 1) * size, check)
+    def _missing(self) -> list[int]:
+        # Not by arrivals: a rank may still wait for the hub of its host, which is the missing one.
+        return [other for other in range(self._size) if not self._store.check([f"begun/{other}"])]
 
 
 def _ask_until(is_done: Callable[[], bool], check: Callable[[], None]) -> None:

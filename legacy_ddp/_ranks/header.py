@@ -162,27 +162,17 @@ class Header:
 
 _NAMES = tuple(item.name for item in fields(Header))
 _values = attrgetter(*_NAMES)
-# Of the facts after the flags. Seconds are floats of 4 bytes: seven digits are enough, and no wait is too long.
-_FORMATS: dict[str, Any] = dict.fromkeys(_NAMES[4:], "q")
-_FORMATS |= dict.fromkeys(("wrapper_id", "source", "micro_batches", "leaves"), "I")
+# Of the facts from the flags on. Seconds are floats of 4 bytes: seven digits are enough, and no wait is too long.
+_FORMATS: dict[str, Any] = dict.fromkeys(_NAMES[3:], "q")
+_FORMATS |= dict.fromkeys(("flags", "wrapper_id", "source", "micro_batches", "leaves"), "I")
 _FORMATS |= dict.fromkeys(("waited_seconds", "data_seconds", "forward_seconds", "backward_seconds"), "f")
-_ROW = struct.Struct("<BBBxI" + "".join(_FORMATS.values()))
+_ROW = struct.Struct("<BBBx" + "".join(_FORMATS.values()))
 HEADER_BYTES = _ROW.size  # 128, for ever: ranks cannot read rows of another size
 _SIZES = {name: struct.calcsize(kind) for name, kind in _FORMATS.items()}
-_STARTS = dict(zip(_SIZES, accumulate([*_SIZES.values()][:-1], initial=8), strict=True))
+_STARTS = dict(zip(_SIZES, accumulate([*_SIZES.values()][:-1], initial=4), strict=True))
 # The bytes of all facts but sizes, norms, times and digests: equal in most calls.
 _ALIKE = _STARTS["sample_size"]
 _OTHERS = HEADER_BYTES - _ALIKE
-# Of each fact: whether it is in the first part, its format, and its places among the numbers of this format, for all
-# ranks.
-_PLACES = {
-    name: (
-        start < _ALIKE,
-        _FORMATS[name],
-        slice(start % _ALIKE // _SIZES[name], None, (_ALIKE if start < _ALIKE else _OTHERS) // _SIZES[name]),
-    )
-    for name, start in _STARTS.items()
-}
 _DOUBLE = struct.Struct("<d")
 _WORD = struct.Struct("<q")
 
@@ -217,18 +207,18 @@ class Headers:
         return [Header(*_ROW.unpack(part)) for part in parts]
 
     def column(self, name: str) -> list[Any]:
-        """The fact ``name`` of every rank: one of those after the flags."""
-        is_alike, kind, places = _PLACES[name]
-        return memoryview(self._alike if is_alike else self._others).cast(kind)[places].tolist()
+        """The fact ``name`` of every rank: the flags, or a fact after them."""
+        start, size = _STARTS[name], _SIZES[name]
+        part, row_bytes = (self._alike, _ALIKE) if start < _ALIKE else (self._others, _OTHERS)
+        return memoryview(part).cast(_FORMATS[name])[start % _ALIKE // size :: row_bytes // size].tolist()
 
     def is_equal(self, name: str) -> bool:
-        is_alike, kind, places = _PLACES[name]
-        values = memoryview(self._alike if is_alike else self._others).cast(kind)[places].tolist()
+        values = self.column(name)
         return values.count(values[0]) == len(values)
 
     @property
     def flags(self) -> list[int]:
-        return memoryview(self._alike).cast("I")[1 :: _ALIKE // 4].tolist()
+        return self.column("flags")
 
 
 def encode_double(number: float) -> int:

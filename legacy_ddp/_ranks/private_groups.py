@@ -149,7 +149,7 @@ class Groups:
         self.has_wrapper = False  # until a wrapper makes a call, and not only the function all_reduce_gradients()
         self.busy: OwnedLock[Any] = OwnedLock()  # held by the call under way
         self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
-        self.endpoints_exchanged = False
+        self.endpoints_exchanged = self.size == 1  # a single rank has no peers
         self.star: Star | None = None  # None: a single rank, or no call yet
         self.cards: Sequence[dict[str, Any]] = ()  # of all ranks
         self.host_problem = ""  # why the ranks of a host share no memory
@@ -206,7 +206,7 @@ class Groups:
 
     def open_watchdog(self, checks: Checks) -> Watchdog | None:
         """Make the watchdog in the first call on the group, unless ``checks`` are off. Returns a new one, or None."""
-        if self.endpoints_exchanged or self.watchdog is not None or self.size == 1 or checks.level == "off":
+        if self.watchdog is not None or checks.level == "off":
             return None
         watchdog = Watchdog(
             self.rank, self.global_ranks, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
@@ -240,16 +240,13 @@ class Groups:
     def issued(self) -> int | None:
         """The number of collectives that the script has issued on its group since :meth:`note_issued`; None if the
         backend of the group does not count them, or does not carry gradients."""
-        device = self.counting_device
-        return None if device is None else self._count_issued(device) - self._issued_before
+        parent, device = self._parent(), self.counting_device
+        if parent is None or device is None:
+            return None
+        return internals.issued_collectives(parent, device) - self._issued_before
 
     def note_issued(self) -> None:
-        if (device := self.counting_device) is not None:
-            self._issued_before = self._count_issued(device)
-
-    def _count_issued(self, device: torch.device) -> int:
-        parent = self._parent()
-        return 0 if parent is None else internals.issued_collectives(parent, device)
+        self._issued_before += self.issued() or 0
 
     @cached_property
     def counting_device(self) -> torch.device | None:
@@ -276,11 +273,6 @@ class Groups:
         """Drop the groups: their threads end here, and not while the interpreter is finalizing."""
         self._end()
         self._payload = self.between = None
-
-    def use_hosts(self, hosts: Sequence[tuple[int, ...]], between: Any) -> None:
-        """Share memory on each host. ``between``: the group of this rank to the other hosts, None for one host."""
-        self.hosts, self.between = hosts, between
-        self.host_ranks = next(ranks for ranks in hosts if self.rank in ranks)
 
     @property
     def hosts_text(self) -> str:
@@ -385,7 +377,8 @@ def join_hosts(groups: Groups, first_problem: Callable[[str], str]) -> None:
         reason = first_problem(_problem_of(lambda: check_descriptors(descriptors_of_gloo(len(hosts)))))
         reason = reason or first_problem(_problem_of(connect))
     if not reason:
-        groups.use_hosts(hosts, between[0] if between else None)
+        groups.hosts, groups.between = hosts, between[0] if between else None
+        groups.host_ranks = next(ranks for ranks in hosts if groups.rank in ranks)
     groups.host_problem = reason
 
 

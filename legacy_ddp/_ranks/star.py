@@ -127,7 +127,6 @@ class Star:
             self._send_sized(self._parent, json.dumps(cards).encode("ascii"), on_slice)
             cards = json.loads(self._receive_sized(self._parent, on_slice))
         cards.sort(key=itemgetter(0))
-        self._exchanges.clear()
         for child in self._children:
             self._send_sized(child, json.dumps(cards).encode("ascii"), on_slice)
         self.ranks = tuple(rank for rank, _ in cards)
@@ -295,7 +294,7 @@ class Star:
                     return problem
                 piece = self._unsent[rank] = piece[sent:]
             except BlockingIOError:  # the buffer is full
-                if not _is_ready(connection, select.POLLOUT):
+                if not _is_writable(connection):
                     self._after_slice(on_slice)
             except ConnectionError:  # closed at the other end, perhaps with a last notice about a lost rank
                 self._follow(rank, _waiting_head(connection))
@@ -432,10 +431,10 @@ def _is_begun(piece: bytes, kind: bytes, size: int) -> bool:
     return 0 < len(piece) < _HEAD.size or piece.startswith(_HEAD.pack(kind, size))
 
 
-def _is_ready(connection: socket.socket, event: int) -> bool:
-    """Wait for ``event``, at most for a slice."""
+def _is_writable(connection: socket.socket) -> bool:
+    """Wait until the connection takes more, at most for a slice."""
     poll = select.poll()
-    poll.register(connection, event)
+    poll.register(connection, select.POLLOUT)
     return bool(poll.poll(1000 * SLICE_SECONDS))
 
 

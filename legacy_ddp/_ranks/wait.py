@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -147,8 +147,7 @@ class Gatherer:
         rows = torch.empty((self.groups.size, *row.shape), dtype=row.dtype, device="cpu")
         if self.groups.size == 1 or rows.numel() == 0:
             return rows.copy_(row)
-        own = _bytes_of(row)
-        (gathered,) = self.over_star("exchange", [own])
+        (gathered,) = self.over_star("exchange", [_bytes_of(row)])
         return _tensor_of(gathered, row.dtype).view(rows.shape)
 
     def exchange_headers(self, *header: bytes) -> list[bytes]:
@@ -179,21 +178,13 @@ class Gatherer:
         holders: dict[tuple[int, int], list[int]] = {}
         for rank, (digest, size) in enumerate(self.gather(torch.tensor(own, device="cpu")).tolist()):
             holders.setdefault((digest, size), []).append(rank)
-        texts = (
-            [data]
-            if len(holders) == 1
-            else self._collect(data, [(ranks[0], size) for (_, size), ranks in holders.items()])
-        )
+        texts = [data]
+        if len(holders) > 1:
+            sources = {ranks[0]: size for (_, size), ranks in holders.items()}
+            sizes = [sources.get(rank, 0) for rank in range(self.groups.size)]
+            parts = self.over_star("collect", data if self.groups.rank in sources else b"", sizes)
+            texts = [parts[rank] for rank in sources]
         return [(json.loads(text), tuple(ranks)) for text, ranks in zip(texts, holders.values(), strict=True)]
-
-    def _collect(self, own: bytes, sources: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Collective: the bytes of some ranks. ``sources``: each rank with its number of bytes."""
-        sizes = [0] * self.groups.size
-        for rank, size in sources:
-            sizes[rank] = size
-        sent = own if sizes[self.groups.rank] else b""
-        parts = self.over_star("collect", sent, sizes)
-        return [parts[rank] for rank, _ in sources]
 
     def first_problem(self, *problems: str) -> str:
         """Collective: the first problem of any rank, with the number of the rank; empty if no rank has one.
@@ -214,9 +205,7 @@ class Gatherer:
         def merge(parts: list[bytes]) -> bytes:
             return _bytes_of(torch.stack([_tensor_of(part, values.dtype) for part in parts]).amax(dim=0))
 
-        own = _bytes_of(values)
-        result = self.over_star("combine", own, merge)
-        return _tensor_of(result, values.dtype).view(values.shape)
+        return _tensor_of(self.over_star("combine", _bytes_of(values), merge), values.dtype).view(values.shape)
 
     def _late_error(self, problem: str = "no answer") -> LostPeerError:
         return self._peer_error(Failure(f"{problem} within {self.timeout.total_seconds():g} s", is_late=True))

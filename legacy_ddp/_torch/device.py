@@ -152,7 +152,6 @@ def values_of(grad: torch.Tensor) -> torch.Tensor:
 
 
 def has_nonzero(grad: torch.Tensor) -> bool:
-    """Whether any element is not zero."""
     values = values_of(grad)
     # In pieces: the first is mostly enough, and any() copies its input as booleans. The sum is much quicker than any(),
     # but may be zero by chance.

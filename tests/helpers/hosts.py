@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 from legacy_ddp._ranks import first_meeting
 from tests.helpers.paths import ROOT
@@ -310,18 +311,22 @@ def leave_facts(path: Path, facts: Any) -> None:
 def on_host(name: str) -> Iterator[None]:
     """Without namespaces: the card of this rank tells of a host ``name``, in the first call on a group in the block."""
     own_card = first_meeting.own_card
-    first_meeting.own_card = lambda: {**own_card(), "boot": name}
-    try:
+    with patch.object(first_meeting, "own_card", lambda: {**own_card(), "boot": name}):
         yield
-    finally:
-        first_meeting.own_card = own_card
+
+
+@contextmanager
+def hubs_below_a_hub(arity: int) -> Iterator[None]:
+    """So many, in the first call on a group in the block."""
+    with patch.object(first_meeting, "ARITY", arity):
+        yield
 
 
 @contextmanager
 def arriving_in_order(arity: int = first_meeting.ARITY) -> Iterator[None]:
     """In the first call on a group in the block, the ranks arrive in their order: the lowest rank of each host is its
     hub, and rank 0 the root. ``arity``: the hubs below a hub."""
-    join, before = first_meeting._Meeting.join_host, first_meeting.ARITY
+    join = first_meeting._Meeting.join_host
 
     def join_in_order(self: first_meeting._Meeting) -> None:
         if self._rank:
@@ -329,8 +334,5 @@ def arriving_in_order(arity: int = first_meeting.ARITY) -> Iterator[None]:
         join(self)
         self._store.set(f"joined/{self._rank}", "{}")
 
-    first_meeting._Meeting.join_host, first_meeting.ARITY = join_in_order, arity
-    try:
+    with patch.object(first_meeting._Meeting, "join_host", join_in_order), hubs_below_a_hub(arity):
         yield
-    finally:
-        first_meeting._Meeting.join_host, first_meeting.ARITY = join, before

@@ -68,7 +68,7 @@ def run_kinds(kinds: Sequence[int], action: Callable[[Call, int], T]) -> list[tu
             endpoints_exchanged=True,
             timeout=lambda _seconds: timedelta(seconds=_SECONDS),
             is_private=lambda _group: True,
-            counting_device=None,
+            note_issued=lambda: None,
         )
         with Call(GroupState(cast(Any, groups)), Operation.ALL_REDUCE, Settings(), "Net") as call:
             return action(call, kind), star.received

@@ -9,6 +9,7 @@ import sys
 import threading
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from multiprocessing.util import _finalizer_registry
 from pathlib import Path
 from types import ModuleType
@@ -148,3 +149,17 @@ def state(pid: int) -> str:
     with _unless_ended:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0] if fields else "Z"
+
+
+def leave_open_files(count: int) -> None:
+    """Limit this process to ``count`` more open files."""
+    *_, limit = islice((number for number in range(1024) if not _is_open(number)), count + 1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

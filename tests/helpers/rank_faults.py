@@ -305,13 +305,6 @@ def stopped(stage: Stage) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def leaves(stage: Stage) -> None:
-    """As a script that ends too early, with its group destroyed on the way."""
-    stage.await_waiting(stage.survivors)
-    stage.note_the_fault()
-    sys.exit(3)
-
-
 def fails_in_a_child_of_spawn(stage: Stage) -> None:
     """As ``torch.multiprocessing.spawn`` ends a child: it writes the error to a file, and exits."""
     stage.await_waiting(stage.survivors)
@@ -320,25 +313,6 @@ def fails_in_a_child_of_spawn(stage: Stage) -> None:
         raise ValueError("bad batch")
     except ValueError:
         sys.exit(1)
-
-
-def exits_hard(stage: Stage) -> None:
-    stage.await_waiting(stage.survivors)
-    stage.note_the_fault()
-    os._exit(3)
-
-
-def raises(stage: Stage) -> None:
-    """As a script that fails, with ``destroy_process_group()`` in a ``finally``."""
-    stage.await_waiting(stage.survivors)
-    stage.note_the_fault()
-    try:
-        try:
-            raise ValueError("bad batch")
-        finally:
-            dist.destroy_process_group()
-    except ValueError:
-        sys.exit(1)  # run_ranks knows a planted error by that
 
 
 def loops_for_ever(stage: Stage) -> None:

@@ -49,8 +49,8 @@ AGREEMENT = (
     ),
     Mutant(
         "every distinct value is sent by rank 0",
-        "self._collect(data, [(ranks[0], size)",
-        "self._collect(data, [(0, size)",
+        "sources = {ranks[0]: size for",
+        "sources = {0: size for",
         "tests/ranks/test_many_ranks.py -k in_order",
     ),
     Mutant(
@@ -771,7 +771,7 @@ WATCHDOG = (
         "a rank that left a call is dead",
         "(Outcome.LEFT, None)",
         "(Outcome.ENDED, None)",
-        "tests/watchdog/test_poll.py",
+        "tests/watchdog/test_processes.py",
     ),
     Mutant(
         "an answer needs no proof",
@@ -831,7 +831,7 @@ WATCHDOG = (
         "a second failure is not written down",
         "if self.failure is not None and (self._missing or not logs):",
         "if self.failure is not None:",
-        "tests/watchdog/test_poll.py",
+        "tests/watchdog/test_processes.py",
     ),
     Mutant(
         "a payload that was not issued is complete",

@@ -4,7 +4,6 @@ import errno
 import os
 import resource
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -16,7 +15,9 @@ from legacy_ddp import LegacyDistributedDataParallel, TransportError
 from tests.helpers import logged_warnings
 from tests.helpers.comm_hooks import mean
 from tests.helpers.hosts import on_host
+from tests.helpers.processes import leave_open_files
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
 
 Said = tuple[str, str] | None
@@ -37,37 +38,18 @@ def _chosen(rank: int, fault: str, transport: str) -> tuple[str, str, float | No
 
 
 def _wrap_with(rank: int, fault: str, transport: str) -> LegacyDistributedDataParallel:
-    if rank == 1 and fault == "no memfd":
-        os.memfd_create = _no_memfd
     if rank == 1 and fault == "file size":  # Python ignores SIGXFSZ
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    with on_host("another one") if rank == 1 and fault == "other host" else nullcontext():
-        model = LegacyDistributedDataParallel(nn.Linear(2000, 1, bias=False), transport=transport)
+    model = LegacyDistributedDataParallel(nn.Linear(2000, 1, bias=False), transport=transport)
     if rank == 1 and fault == "open files":
-        _leave_open_files(2)  # for its own segment, and for one of two others
+        leave_open_files(2)  # for its own segment, and for one of two others
     return model
-
-
-def _leave_open_files(count: int) -> None:
-    """Limit this process to ``count`` more open files."""
-    *_, limit = islice((number for number in range(1024) if not _is_open(number)), count + 1)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 LIMIT = "rank 1: no shared memory (the limit of open files of this process is reached; raise it with ulimit -n)"
 REASONS = {
-    "no memfd": "rank 1: no shared memory (OSError: [Errno 38] Function not implemented)",
     "file size": "rank 1: no shared memory (OSError: [Errno 27] File too large)",
     "open files": LIMIT,
-    "other host": "ranks 0 and 1: they run on different hosts",
 }
 
 
@@ -116,7 +98,7 @@ def _fails_later(rank: int, transport: str, fault: str, options: dict[str, Any])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         if rank == 1:
-            _leave_open_files(FAULTS.index(fault))
+            leave_open_files(FAULTS.index(fault))
         said["calls"] = [_outcome(model, 257.0 + rank, count) for model in models]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -212,23 +194,11 @@ def test_ranks_that_ask_for_different_transports_are_told(transport: str) -> Non
         assert "setting 'transport'" in said[1]
 
 
-def _on_subgroups(rank: int) -> tuple[str, float | None, float | None]:
-    """Two groups of two ranks, each with its own star, and the whole."""
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = wrap(process_group=groups[rank // 2])
-    mean = step(model, float(rank))
-    record = model.all_reduce()
-    whole = step(wrap(), float(rank))
-    return record.transport, mean, whole
-
-
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_subgroups_have_memory_of_their_own(transport: str) -> None:
-    assert run_ranks(_on_subgroups, 4) == [("host", 0.5, 1.5)] * 2 + [("host", 2.5, 1.5)] * 2
-
-
-def _over_another_group(rank: int) -> list[float | None]:
-    """A model changes its group and comes back: each group knows other segments."""
+@on_ranks(2, [[1.5, 2.5] * 4] * 2)
+def test_a_model_may_change_its_group(rank: int) -> list[float | None]:
+    """And come back: each group knows other segments."""
     model = wrap()
     other = dist.new_group([0, 1])
     means = []
@@ -238,12 +208,10 @@ def _over_another_group(rank: int) -> list[float | None]:
     return means
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_a_model_may_change_its_group(transport: str) -> None:
-    assert run_ranks(_over_another_group, 2) == [[1.5, 2.5] * 4] * 2
-
-
-def _hooked_later(rank: int) -> list[str]:
+@on_ranks(2, [["host 1.5", "gloo 1.5"]] * 2)
+def test_a_hook_that_comes_later_carries_the_gradients_itself(rank: int) -> list[str]:
     model = wrap()
     seen = []
     for _ in range(2):
@@ -254,13 +222,12 @@ def _hooked_later(rank: int) -> list[str]:
     return seen
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_a_hook_that_comes_later_carries_the_gradients_itself(transport: str) -> None:
-    assert run_ranks(_hooked_later, 2) == [["host 1.5", "gloo 1.5"]] * 2
-
-
-def _fails_on_another_group(rank: int) -> list[str]:
-    """Rank 1 has no memory to share while the model is on a second group; then the model comes back to the first."""
+@on_ranks(2, [["host 1.5"] * 2 + ["gloo 1.5"] * 2 + ["host 1.5"] * 2] * 2)
+def test_a_failure_on_another_group_does_not_follow_the_model(rank: int) -> list[str]:
+    """Rank 1 has no memory to share while the model is on a second group. Every later call on the first group was a
+    TransportError."""
     model, other = wrap(), dist.new_group([0, 1])
     memfd_create = os.memfd_create
     seen, kept = [], []
@@ -274,12 +241,6 @@ def _fails_on_another_group(rank: int) -> list[str]:
             kept.append(model.module.weight.grad)  # so that every call needs other memory
         os.memfd_create = memfd_create
     return seen
-
-
-@pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_a_failure_on_another_group_does_not_follow_the_model(transport: str) -> None:
-    """Every later call on the first group was a TransportError."""
-    assert run_ranks(_fails_on_another_group, 2) == [["host 1.5"] * 2 + ["gloo 1.5"] * 2 + ["host 1.5"] * 2] * 2
 
 
 def _moves_to_several_hosts(rank: int) -> Said:

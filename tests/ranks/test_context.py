@@ -98,7 +98,7 @@ _CASES: dict[str, tuple[Callable[[int], Said], str, str]] = {
     "a function": (_function_beside_a_wrapper, "all_reduce() call 2 of wrapper 2 (Critic): plain and weighted", ""),
     "other wrappers": (
         _other_wrappers,
-        "all_reduce() call 1: ranks met in different calls:\n  wrapper: rank 1 has",
+        "all_reduce() call 1: ranks met in different calls:\n  wrapper: rank 1 has Critic; rank 0 has Generator\n",
         "",
     ),
     "one is left": (_one_left, "all_reduce() call 1: plain and weighted calls met:\n", ""),

@@ -229,7 +229,7 @@ def test_evidence_against_two_of_three_ranks_outranks_the_count(name: str) -> No
     check_agreed(_seen("faults", 3, 0, 1)[name], "DesyncError", (0, 1), "ranks 0-1", said)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 @pytest.mark.parametrize("name", _FAULTS)
 def test_what_all_ranks_do_is_how_they_train(name: str, world_size: int) -> None:
     check_silent(_seen("faults", world_size, *range(world_size))[name])
@@ -341,9 +341,9 @@ def _no_batch(rank: int, clear: bool) -> tuple[list[float], int]:
     return model.module[1].bias.grad.tolist(), record.call
 
 
-@pytest.mark.parametrize("clear", [True, False])
-def test_a_rank_without_a_batch_is_no_rank_that_calls_twice(clear: bool) -> None:
-    assert run_ranks(_no_batch, 2, clear) == [([0.5, 0.5], 2)] * 2
+def test_a_rank_without_a_batch_is_no_rank_that_calls_twice() -> None:
+    seen = run_cases(_no_batch, 2, {"cleared": (True,), "zeroed": (False,)})
+    assert seen == dict.fromkeys(seen, [([0.5, 0.5], 2)] * 2)
 
 
 def _skip_among(rank: int, sample_size: int | None) -> tuple[list[float], tuple[int, ...]]:
@@ -353,9 +353,9 @@ def _skip_among(rank: int, sample_size: int | None) -> tuple[list[float], tuple[
     return model.module.weight.grad.flatten().tolist(), record.skipped_ranks
 
 
-@pytest.mark.parametrize("sample_size, expected", [(None, 4.0), (2, 2.0)])
-def test_skip_goes_with_either_meaning(sample_size: int | None, expected: float) -> None:
-    assert run_ranks(_skip_among, 3, sample_size) == [([expected], (1,))] * 3
+def test_skip_goes_with_either_meaning() -> None:
+    seen = run_cases(_skip_among, 3, {"plain": (None,), "weighted": (2,)})
+    assert seen == {"plain": [([4.0], (1,))] * 3, "weighted": [([2.0], (1,))] * 3}
 
 
 @on_ranks(3, [([1.0, 1.0], (2,))] * 3)
@@ -390,48 +390,6 @@ def test_another_wrapper_on_one_rank_is_named_on_all_and_both_go_on() -> None:
     for model in range(2):
         said = "rank 1 has wrapper 2 (Sequential); "
         check_agreed([outcome[model] for outcome in outcomes], "DesyncError", (1,), said)
-
-
-class Generator(nn.Linear):
-    pass
-
-
-class Critic(nn.Linear):
-    pass
-
-
-@on_ranks(3)
-def _turns(rank: int) -> list[Outcome]:
-    generator, critic = Model(Generator(2, 1)), Model(Critic(2, 1))
-    for model in (generator, critic):
-        backward(model, 1.0)
-    error = attempt((critic if rank == 1 else generator).all_reduce)
-    assert isinstance(error, LegacyDDPError)
-    return [Outcome(type(error).__name__, error.ranks, str(error), True, next_call_is_right(generator, rank))]
-
-
-def test_wrappers_in_different_calls_are_named_by_the_classes_of_their_modules() -> None:
-    outcomes = [of_rank[0] for of_rank in _turns()]
-    said = "\n  wrapper: rank 1 has Critic; ranks 0, 2 have Generator\n"
-    check_agreed(outcomes, "DesyncError", (1,), said)
-
-
-def _steps_in_two_places(rank: int) -> Outcome:
-    model = Model(small_net())
-    calls = (
-        lambda: model.all_reduce(),  # a line of its own
-        lambda: model.broadcast_buffers(),
-    )
-    error = attempt(calls[rank == 2])
-    assert isinstance(error, LegacyDDPError)
-    return Outcome(type(error).__name__, error.ranks, str(error), True, next_call_is_right(model, rank))
-
-
-def test_the_line_of_the_script_is_named_for_each_rank_of_different_calls() -> None:
-    first = _steps_in_two_places.__code__.co_firstlineno
-    file = "test_header_faults.py"
-    lines = f"line: rank 2 has {file}:{first + 4} in <lambda>; ranks 0-1 have {file}:{first + 3} in <lambda>"
-    check_agreed(run_ranks(_steps_in_two_places, 3), "DesyncError", (2,), f"\n  {lines}\n")
 
 
 @on_ranks(2)
@@ -470,15 +428,3 @@ def test_calls_through_one_helper_function_are_named_by_the_lines_that_lead_ther
     file = "test_header_faults.py"
     lines = f"line: rank 2 has {file}:{first + 6} in <lambda>; ranks 0-1 have {file}:{first + 5} in <lambda>"
     check_agreed(run_ranks(_turns_through_a_helper, 3), "DesyncError", (2,), f"\n  {lines}\n")
-
-
-@on_ranks(2)
-def _fails_while_the_other_broadcasts(rank: int) -> Outcome:
-    model = Model(small_net())
-    backward(model, 1.0)
-    return outcome_of(model, rank, model.broadcast_buffers if rank == 0 else partial(model.all_reduce, -1))
-
-
-def test_a_failure_that_meets_another_call_has_one_text_on_all_ranks() -> None:
-    outcomes = _fails_while_the_other_broadcasts()
-    check_agreed(outcomes, "PeerError", (1,), "rank 1: ValueError: sample_size")

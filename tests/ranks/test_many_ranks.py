@@ -60,16 +60,6 @@ def test_a_layout_error_brings_each_rank_the_distinct_inventories_and_a_few_byte
         assert 3 * 0.9 * held < received - (128 + 56 + 16) * ranks < 3 * 1.1 * held
 
 
-def test_a_layout_error_of_1024_ranks_with_two_inventories_of_2000_tensors_is_less_than_a_megabyte() -> None:
-    kinds = [0] * RANKS
-    kinds[700] = 1
-
-    outcomes = run_kinds(kinds, _raised)
-
-    assert {error.ranks for error, _ in outcomes} == {(700,)}
-    assert max(received for _, received in outcomes) < 1_000_000
-
-
 def test_equal_texts_of_failures_on_1024_ranks_are_sent_once() -> None:
     text = "x" * 7000
 
@@ -94,12 +84,3 @@ def test_every_rank_gets_the_value_of_every_rank_in_order_whatever_values_are_eq
     outcomes = run_kinds(kinds, lambda call, kind: call.gather_objects(values[kind]))
 
     assert [found for found, _ in outcomes] == [[values[kind] for kind in kinds]] * len(outcomes)
-
-
-def test_distinct_values_come_with_their_ranks_the_lowest_rank_first() -> None:
-    kinds = [2, 0, 1, 0, 2, 2]
-
-    outcomes = run_kinds(kinds, lambda call, kind: call.gather_distinct(f"kind {kind}"))
-
-    expected = [("kind 2", (0, 4, 5)), ("kind 0", (1, 3)), ("kind 1", (2,))]
-    assert [found for found, _ in outcomes] == [expected] * 3

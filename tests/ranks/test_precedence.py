@@ -244,6 +244,7 @@ def test_of_two_faults_on_two_ranks_the_first_of_the_fixed_order_is_raised() -> 
     _check(2, [{1: first, 0: second} for first, second in _PAIRS])
 
 
+@pytest.mark.thorough
 @pytest.mark.cpu("a device has no digests in turns")
 def test_of_two_faults_on_three_ranks_the_first_of_the_fixed_order_is_raised() -> None:
     # The later fault is on the rank before: the number of a rank decides nothing.

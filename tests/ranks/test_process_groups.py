@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scripts import fork_script
+from tests.helpers.scripts import fork_script, run_script
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, error_of, step, wrap
 from tests.helpers.torch_versions import without_gloo_lines
@@ -47,7 +47,8 @@ def test_ranks_meet_inside_the_group_that_was_given(how: str, error: str, text: 
         assert text in outside[1]
 
 
-def _reassign_group(rank: int) -> list[float | None]:
+@on_ranks(2, [[0.5, float(rank), 0.5, 0.5] for rank in range(2)])
+def test_the_process_group_can_be_reassigned_between_steps(rank: int) -> list[float | None]:
     singles = [dist.new_group([only]) for only in range(2)]
     model = wrap()
     seen = [step(model, rank)]
@@ -57,10 +58,6 @@ def _reassign_group(rank: int) -> list[float | None]:
     seen.append(step(model, rank))
     model.process_group = None
     return [*seen, step(model, rank)]
-
-
-def test_the_process_group_can_be_reassigned_between_steps() -> None:
-    assert run_ranks(_reassign_group, 2) == [[0.5, float(rank), 0.5, 0.5] for rank in range(2)]
 
 
 def _outlive_groups(rank: int, directory: Path) -> list[Any]:
@@ -102,7 +99,8 @@ def test_wrappers_in_one_process_do_not_disturb_each_other(rank: int) -> list[fl
     return [step(model, rank + 2 * index) for index, model in enumerate([first, second, second, shared, first])]
 
 
-def _visit_another_group(rank: int) -> tuple[list[float | None], int]:
+@on_ranks(2, [([0.5, 5.0, 1.5], 3), ([0.5, 1.5], 3)])
+def test_a_visit_to_another_group_on_one_rank_keeps_the_wrapper_id(rank: int) -> tuple[list[float | None], int]:
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     model = wrap()
     seen = [step(model, rank)]
@@ -112,10 +110,6 @@ def _visit_another_group(rank: int) -> tuple[list[float | None], int]:
         model.process_group = None
     seen.append(step(model, rank + 1.0))
     return seen, model.all_reduce(skip=True).call
-
-
-def test_a_visit_to_another_group_on_one_rank_keeps_the_wrapper_id() -> None:
-    assert run_ranks(_visit_another_group, 2) == [([0.5, 5.0, 1.5], 3), ([0.5, 1.5], 3)]
 
 
 def _under_another_default_device(rank: int) -> tuple[float | None, list[int]]:
@@ -133,12 +127,9 @@ def test_the_default_device_is_the_user_s_and_not_the_header_s() -> None:
     assert [mean for mean, _ in run_ranks(_under_another_default_device, 2)] == [0.5, 0.5]
 
 
-def _cpu_model_on_a_group_for_cuda(rank: int) -> float | None:
+@on_ranks(2, [0.5, 0.5])
+def test_cpu_gradients_need_no_cpu_backend_of_the_user_s_group(rank: int) -> float | None:
     return step(wrap(process_group=dist.new_group([0, 1], backend="cuda:gloo")), rank)
-
-
-def test_cpu_gradients_need_no_cpu_backend_of_the_user_s_group() -> None:
-    assert run_ranks(_cpu_model_on_a_group_for_cuda, 2) == [0.5, 0.5]
 
 
 def test_the_error_without_a_group_names_a_line_that_makes_plain_python_work() -> None:
@@ -164,3 +155,26 @@ torch.distributed.destroy_process_group()
     assert (ranks, gradient) == ("1", "[[2.0, 2.0, 2.0]]")
     for page in ("README.md", "docs/reference.md"):
         assert line in (ROOT / page).read_text(encoding="utf-8")
+
+
+SCRIPT = """
+import gc, weakref
+import torch, torch.distributed as dist
+from legacy_ddp import LegacyDistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = weakref.ref(dist.group.WORLD)
+model = LegacyDistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 1)).sum().backward()
+model.all_reduce()
+optimizer.step()
+dist.destroy_process_group()
+gc.collect()
+assert group() is None, gc.get_referrers(group())
+"""
+
+
+def test_nothing_keeps_a_destroyed_group_alive_into_the_interpreter_s_exit() -> None:
+    run = run_script("-c", SCRIPT)
+
+    assert (run.returncode, run.stderr) == (0, "")

@@ -6,19 +6,17 @@ Gloo is used on all ranks. Once the others have connected to a hub that cannot r
 import errno
 import fcntl
 import os
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from legacy_ddp import PeerError, TransportError
-from legacy_ddp._memory import segment
-from legacy_ddp._ranks import star_sockets
 from tests.helpers import tiers
+from tests.helpers.host_sockets import refused
 from tests.helpers.hosts import arriving_in_order
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
@@ -42,9 +40,8 @@ FUNCTIONS: dict[str, tuple[Any, str, str]] = {
     "memfd_create": (os, "memfd_create", "no shared memory"),
     "fallocate": (os, "posix_fallocate", "no shared memory"),
     "fcntl": (fcntl, "fcntl", "no shared memory"),
-    "mmap": (segment, "_map", "no shared memory"),
 }
-ERRORS = ("EPERM", "EACCES", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ENOSYS")
+ERRORS = ("EPERM", "EACCES", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ENOSYS", "ETOOMANYREFS")
 PLACES = [(call, place) for call, (places, _) in METHODS.items() for place in places]
 PLACES += [each for each in product(FUNCTIONS, (HUB, LEAF)) if each != ("mkdir", LEAF)]
 ALL_ROWS = [(call, place, name) for (call, place), name in product(PLACES, ERRORS)]
@@ -57,6 +54,7 @@ LATER = ("accept", "getsockopt", "recv")
 LIMITS = {
     "EMFILE": "the limit of open files of this process is reached; raise it with ulimit -n",
     "ENFILE": "the limit of open files of this machine is reached; raise the sysctl fs.file-max",
+    "ETOOMANYREFS": "too many open files of this user are on their way; raise the limit with ulimit -n",
 }
 
 
@@ -70,33 +68,12 @@ def _reason(call: str, place: int, name: str) -> str:
     return f"rank {place}: {prefix} ({LIMITS.get(name) or f'{type(error).__name__}: {error}'})"
 
 
-@contextmanager
-def _refused(call: str, number: int) -> Iterator[None]:
-    """Refuse ``call`` on this rank, for sockets of the meeting only."""
-
-    def refuse(*_: object, **__: object) -> Any:
-        raise _error(number)
-
-    if call in FUNCTIONS:
-        owner, name, _ = FUNCTIONS[call]
-        before = getattr(owner, name)
-    else:
-        owner, name, before = star_sockets, "_new_socket", star_sockets._new_socket
-    setattr(owner, name, refuse if call in (*FUNCTIONS, "socket") else lambda: _socket_without(call, refuse))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
-def _socket_without(call: str, refuse: Callable[..., Any], descriptor: int | None = None) -> socket.socket:
-    class Refusing(socket.socket):
-        def accept(self) -> tuple[socket.socket, Any]:
-            connection, address = super().accept()
-            return _socket_without(call, refuse, connection.detach()), address
-
-    setattr(Refusing, call, refuse)
-    return Refusing(socket.AF_UNIX, socket.SOCK_SEQPACKET, fileno=descriptor)
+def _refused(call: str, number: int) -> AbstractContextManager[object]:
+    """Refuse ``call`` on this rank: of sockets, for those of the host only."""
+    if call in METHODS or call in LATER:
+        return refused(call, _error(number))
+    owner, name, _ = FUNCTIONS[call]
+    return patch.object(owner, name, side_effect=_error(number))
 
 
 def _chosen(rank: int, rows: list[tuple[str, int, str]]) -> list[tuple[str, str, float | None]]:

@@ -4,21 +4,24 @@ The ranks claim to run on the hosts in ``hosts``, a letter per rank.
 """
 
 import logging
-import os
 import re
 import resource
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import ProcessGroupGloo
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._ranks import first_meeting, private_groups
 from tests.helpers import logged_warnings
 from tests.helpers.comm_hooks import mean
+from tests.helpers.host_sockets import refused
 from tests.helpers.hosts import on_host
+from tests.helpers.processes import leave_open_files
 from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import error_of, step
@@ -100,7 +103,7 @@ def test_other_hosts_use_gloo_alone_and_say_why(transport: str, hosts: str, reas
     "hosts, reason",
     [
         ("abab", "ranks 0 and 2 of a host are not consecutive"),
-        ("aabcbc", "ranks 2 and 4 of a host are not consecutive"),
+        thorough("aabcbc", "ranks 2 and 4 of a host are not consecutive"),
         ("aaabbb", "3 ranks on each host, which is no power of two"),
     ],
 )
@@ -155,26 +158,26 @@ def test_gloo_carries_what_is_no_plain_dense_sum(transport: str) -> None:
 
 def _cannot_connect(rank: int, fault: str) -> tuple[str, float | None, str]:
     """A rank of the second host cannot connect to its hub, or rank 3 not to the other host."""
-    connect_star, connect_group, kept = first_meeting.connect_on_host, private_groups.Groups.connect_gloo, list[Any]()
+    kept, all_reduce = list[Any](), ProcessGroupGloo.allreduce
 
-    def fails(*_: object) -> None:
-        raise OSError("no more sockets") if fault == "star" else RuntimeError("connectFullMesh failed")
+    def fail(group: Any, *arguments: Any) -> Any:
+        """The first exchange of a group of two: it is the group of the ranks of equal index."""
+        work = all_reduce(group, *arguments)
+        if group.size() == 4:
+            return work
+        kept.append((group, work.wait()))  # or the other rank fails by itself, because its connection ends
+        raise RuntimeError("connectFullMesh failed")
 
-    def fails_between_hosts(self: private_groups.Groups, name: str, number: int, size: int) -> Any:
-        # Otherwise rank 1 waits for the timeout; and it fails by itself if its connection ends before it is complete.
-        kept.append(connect_group(self, name, number, size))
-        return fails() if "hosts" in name else kept[-1]
-
-    if rank in (2, 3) and fault == "star":
-        first_meeting.connect_on_host = fails
-    elif rank == 3:
-        private_groups.Groups.connect_gloo = fails_between_hosts
-    try:
+    is_cut_off = rank in (2, 3) if fault == "star" else rank == 3
+    cut = (
+        refused("connect", OSError("no more sockets"))
+        if fault == "star"
+        else patch.object(ProcessGroupGloo, "allreduce", fail)
+    )
+    with cut if is_cut_off else nullcontext():
         model = _model(rank, "aabb")
         value = step(model, 1.0 + rank)
         record = model.all_reduce()
-    finally:
-        first_meeting.connect_on_host, private_groups.Groups.connect_gloo = connect_star, connect_group
     return record.transport, value, _line(model)
 
 
@@ -193,20 +196,6 @@ def test_where_a_rank_cannot_connect_all_hosts_use_gloo_alone(transport: str, fa
     assert re.fullmatch(rf"transport: gloo \({reason}\)", results[0][2])
 
 
-def _forbid_open_files() -> None:
-    """Let this process open no further file."""
-    lowest = next(number for number in range(1024) if not _is_open(number))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 def _fails_later(rank: int) -> tuple[list[tuple[str, float | None]], list[str]]:
     """Rank 2 needs a new segment in a later call, and rank 3 cannot map it."""
     model = _model(rank, "aabb")
@@ -214,7 +203,7 @@ def _fails_later(rank: int) -> tuple[list[tuple[str, float | None]], list[str]]:
     kept = model.module.weight.grad if rank == 2 else None
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == 3:
-        _forbid_open_files()
+        leave_open_files(0)
     seen = []
     for _ in range(2):
         mean = step(model, 1.0 + rank)
@@ -230,31 +219,6 @@ def test_a_segment_that_one_host_cannot_map_later_is_gloo_on_all_hosts_with_one_
         assert seen == [(f"transport: gloo ({reason})", 2.5)] * 2
         (text,) = warnings
         assert reason in text
-
-
-def _errors(rank: int) -> list[Said]:
-    """Agreed errors of several kinds, each followed by a good call."""
-    model = _model(rank, "abab")
-    said: list[Said] = []
-    for samples in (None, -1 if rank == 2 else 1, 1 if rank < 2 else None):
-        model.module.weight.grad = torch.full((1, NUMEL), 1.0 + rank)
-        said.append(error_of(model.all_reduce, sample_size=samples))
-        said.append(None if step(model, 1.0 + rank) == 2.5 else ("wrong", "mean"))
-    return said
-
-
-def test_an_error_on_one_host_is_an_error_on_all_and_the_next_call_is_right(transport: str) -> None:
-    results = run_ranks(_errors, 4)
-    for said in results:
-        assert [None if each is None else each[0] for each in said] == [
-            None,
-            None,
-            "PeerError",
-            None,
-            "DesyncError",
-            None,
-        ]
-    assert len({said[4] for said in results}) == 1
 
 
 def _on_subgroups(rank: int) -> tuple[list[str], list[float | None]]:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -16,9 +15,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from legacy_ddp._ranks import first_meeting, star_sockets
-from legacy_ddp._ranks.star_sockets import HostListener, connect_on_host
+from tests.helpers.host_sockets import changed
 from tests.helpers.hosts import reason_not_permitted
+from tests.helpers.rank_faults import error_after_interrupt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import step, wrap
 
@@ -75,21 +74,18 @@ def _beside_a_flooder(rank: int, group_count: int, folder: str) -> tuple[list[tu
     tempfile.tempdir = folder
     os.umask(0)
     flooder, got, chosen = _Flooder(), [], []
-    connect = first_meeting.connect_on_host
 
-    def flood_first(directory: str, *arguments: Any) -> socket.socket:
-        got.append(flooder.flood([f"{directory}/hub"]))
-        return connect(directory, *arguments)
+    def flood_first(connect: Any, connection: socket.socket, address: str) -> None:
+        descriptor, _, name = address.rpartition("/")  # of the directory of the hub
+        got.append(flooder.flood([f"{os.readlink(descriptor)}/{name}"]))
+        connect(connection, address)
 
-    first_meeting.connect_on_host = flood_first
-    try:
+    with changed("connect", flood_first):
         for _ in range(group_count):
             model = wrap(process_group=dist.new_group([0, 1]), checks="off")
             mean = step(model, 1.0 + rank)
             chosen.append((model.all_reduce().transport, mean))
-    finally:
-        first_meeting.connect_on_host = connect
-        flooder.end()
+    flooder.end()
     return chosen, got
 
 
@@ -104,65 +100,11 @@ def test_a_process_of_another_user_that_floods_every_meeting_keeps_no_group_from
     assert results[0][1] + results[1][1] == [(0, [13])] * 15  # EACCES
 
 
-def test_only_its_user_can_enter_the_directory_of_a_hub(transport: str) -> None:
-    umask = os.umask(0)
-    try:
-        listener = HostListener(2)
-    finally:
-        os.umask(umask)
-    try:
-        assert stat.S_IMODE(os.stat(listener.directory).st_mode) == 0o700
-    finally:
-        listener.close()
-    assert not os.path.exists(listener.directory)
-
-
-@pytest.mark.parametrize("place", ["long", "read-only or full"])
-def test_a_hub_listens_whatever_the_directory_for_temporary_files(
-    transport: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``long``: an address of a socket has 108 bytes at most."""
-    long = tmp_path.joinpath("x" * 100, "y" * 100)
-    long.mkdir(parents=True)
-    monkeypatch.setattr(tempfile, "tempdir", str(long) if place == "long" else str(tmp_path / "missing"))
-    listener = HostListener(2)
-    directory = Path(listener.directory)
-    assert directory.parent == (long if place == "long" else Path("/dev/shm"))
-    leaf = connect_on_host(listener.directory, "token", 1, 0)
-    listener.accept(1, "token")[1].close()
-    leaf.close()
-    listener.close()
-    assert not directory.exists()
-
-
-def test_where_no_socket_can_be_made_nothing_is_left(
-    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Refused(socket.socket):
-        def bind(self, _: object) -> None:
-            raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(star_sockets, "_new_socket", lambda: Refused(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    monkeypatch.setattr(star_sockets, "_PLACES", (None, str(tmp_path)))
-    with pytest.raises(PermissionError):
-        HostListener(2)
-    assert list(tmp_path.iterdir()) == []
-
-
 def _interrupted(rank: int, folder: str) -> None:
     """Ctrl-C in the meeting of every rank."""
     tempfile.tempdir = folder
-    await_members = first_meeting._await_members
-
-    def interrupt(*_: object) -> None:
-        dist.barrier()
-        raise KeyboardInterrupt
-
-    first_meeting._await_members = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        wrap(checks="off")
-    first_meeting._await_members, tempfile.tempdir = await_members, None
+    assert error_after_interrupt(lambda: wrap(checks="off"), "await_all", here=True) == "KeyboardInterrupt"
+    tempfile.tempdir = None
 
 
 def test_a_meeting_that_is_interrupted_leaves_no_directory(transport: str, tmp_path: Path) -> None:

@@ -7,15 +7,15 @@ import os
 import re
 import signal
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
 
 from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, LostPeerError
-from legacy_ddp._ranks import wait
-from legacy_ddp._ranks.private_groups import groups_of
 from tests.helpers.hosts import arriving_in_order, on_host
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
@@ -163,16 +163,13 @@ def test_a_rank_lost_as_the_tree_connects_is_an_error_on_all_without_a_wrong_nam
 def _gloo_fails_on_rank_1(rank: int) -> str:
     model = wrap(transport="gloo", checks="off", timeout_seconds=30.0)
     step(model, 1.0)
-    poll = wait._poll
-    if rank == 1:
-        wait._poll = lambda _: RuntimeError("Connection closed by peer")
-    try:
-        with pytest.raises(LostPeerError) as caught:
-            _step_twice(model)
-    finally:
-        wait._poll = poll
+    ended = patch.multiple(
+        dist.Work, wait=Mock(side_effect=RuntimeError("Connection closed by peer")), is_completed=lambda _: True
+    )
+    with ended if rank == 1 else nullcontext(), pytest.raises(LostPeerError) as caught:
+        _step_twice(model)
     if rank == 1:  # the others see the end of gloo before their wait for it has looked at the tree
-        groups_of(dist.group.WORLD, None).close()
+        dist.destroy_process_group()
     return str(caught.value)
 
 

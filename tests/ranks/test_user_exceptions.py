@@ -1,19 +1,16 @@
 """Exceptions in user code on a single rank: training continues or ends on all ranks alike."""
 
-import sys
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
-from tests.helpers.outcomes import attempt, backward, bits, same, small_net
+from tests.helpers.outcomes import attempt, backward, small_net
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import run_cases
-from tests.helpers.transports import GLOO
 
 
 class _Broken(torch.autograd.Function):
@@ -94,34 +91,6 @@ def test_a_step_that_one_rank_drops_together_with_its_call_shows_when_it_leaves(
 
     assert first == second == [0.0, 1.5, 2.5]  # of steps 0 and 0, 1 and 2, 2 and 3
     assert lost == (1,)
-
-
-def _fails_for_good(rank: int, who: int) -> tuple[str, tuple[int, ...], str, bool]:
-    model = LegacyDistributedDataParallel(small_net(), checks=Checks(uneven="allow"))
-    backward(model, 1.0)
-    model.all_reduce()
-    model.zero_grad()
-    try:
-        _backward_or_break(model, 1.0, rank == who)
-        before = bits(model)
-        model.all_reduce()
-    except KeyError:
-        dist.destroy_process_group()  # as in the finally of a script that ends with this error
-        sys.exit(1)
-    except LegacyDDPError as error:
-        return type(error).__name__, error.ranks, str(error), same(before, bits(model))
-    raise AssertionError
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_leaves_because_backward_failed_is_named_with_its_exception(transport: str, who: int) -> None:
-    first, second = (result for result in run_ranks(_fails_for_good, 3, who, lost=(who,)) if result)
-    assert first[:2] == second[:2] == ("PeerLostError", (who,))
-    for _, _, text, untouched in (first, second):
-        assert f"missing rank {who} (left after all_reduce() call 1 with KeyError: 'bad batch'" in " ".join(
-            text.split()
-        )
-        assert untouched == (transport == GLOO)
 
 
 def _error_in_no_sync(rank: int, failing: tuple[int, ...]) -> list[float]:

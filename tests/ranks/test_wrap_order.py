@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from legacy_ddp import LayoutError, LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._memory.layout import describe_module
 from tests.helpers.shared_jobs import run_cases
 
 
@@ -37,6 +36,14 @@ def _wrap_in_lists(modules: list[nn.Module]) -> None:
         LegacyDistributedDataParallel(nn.Sequential(nn.ModuleDict({"net": module}), nn.Tanh()))
 
 
+def _wrap_variants(modules: list[nn.Module]) -> None:
+    """Compiled, beside a copy, and with a parametrization, which gives every module a class of its own."""
+    for module in modules:
+        compiled = torch.compile(module, backend="eager")
+        own = parametrize.register_parametrization(type(module)(2, 2), "weight", nn.Identity())
+        LegacyDistributedDataParallel(nn.Sequential(compiled, copy.deepcopy(module), nn.Sequential(), own))
+
+
 def _wrap_and_broadcast(modules: list[nn.Module]) -> None:
     """Copies have no number on the group, as before the constructor."""
     by_class = sorted(modules, key=lambda module: type(module).__name__)
@@ -59,6 +66,7 @@ _WAYS: dict[str, tuple[Callable[[list[nn.Module]], None], str]] = {
     "wrapped": (_wrap, "{}"),
     "without init_sync and checks": (_wrap_without_sync, "{}"),
     "in lists": (_wrap_in_lists, "Sequential(ModuleDict({}), Tanh)"),
+    "variants": (_wrap_variants, "Sequential({0}, Sequential(), Parametrized{0})"),
     "copies": (_wrap_and_broadcast, "{}"),
     "the function": (_reduce, "{}"),
 }
@@ -80,17 +88,9 @@ def _in_order(rank: int, way: str, *, swapped: bool) -> tuple[str, list[float]]:
     return said, [module.weight[0, 0].item() for module in modules]
 
 
-def _swapped(rank: int, way: str) -> Any:
-    return _in_order(rank, way, swapped=True)
-
-
-def _alike(rank: int, way: str) -> Any:
-    return _in_order(rank, way, swapped=False)
-
-
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_another_order_on_one_rank_is_told_with_the_classes_and_nothing_is_copied(world_size: int) -> None:
-    found = run_cases(_swapped, world_size, {way: (way,) for way in _WAYS})
+    found = run_cases(partial(_in_order, swapped=True), world_size, {way: (way,) for way in _WAYS})
     others = "rank 0 has" if world_size == 2 else "ranks 0, 2 have"
 
     for way, (_, text) in _WAYS.items():
@@ -100,28 +100,8 @@ def test_another_order_on_one_rank_is_told_with_the_classes_and_nothing_is_copie
 
 
 def test_the_same_order_on_all_ranks_is_silent() -> None:
-    found = run_cases(_alike, 2, {way: (way,) for way in _WAYS})
+    found = run_cases(partial(_in_order, swapped=False), 2, {way: (way,) for way in _WAYS})
 
     assert {way: [error for error, _ in of_ranks] for way, of_ranks in found.items()} == {
         way: ["", ""] for way in _WAYS
     }
-
-
-def _parametrized() -> nn.Module:
-    module = Student(2, 2)
-    parametrize.register_parametrization(module, "weight", nn.Identity())
-    return module
-
-
-@pytest.mark.parametrize(
-    "make, text",
-    [
-        (_parametrized, "ParametrizedStudent"),  # a class of its own for every module
-        (lambda: nn.Sequential(Student(1, 1), Student(1, 1), nn.Sequential()), "Sequential(Student, Sequential())"),
-        (lambda: torch.compile(Student(2, 2), backend="eager"), "Student"),
-    ],
-)
-def test_classes_of_equal_modules_have_one_text(make: Callable[[], nn.Module], text: str) -> None:
-    first, second = make(), make()
-
-    assert describe_module(first) == describe_module(second) == {"class of the module": text}

@@ -1,11 +1,12 @@
 """Samples of the activity of this process."""
 
 import ast
+import dis
 import io
 import pdb
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -18,6 +19,7 @@ from torch import nn
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._watchdog import USER_CODE, process_activity
 from legacy_ddp._watchdog.process import Activity, Sample
+from legacy_ddp._watchdog.stall import _called
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, wrap
@@ -76,22 +78,6 @@ def test_an_exception_in_forward_ends_the_phase() -> None:
         model(torch.ones(7))
 
     assert process_activity.sample().phase == "user code"
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_compiled_wrapper_has_one_graph_in_spite_of_the_phase() -> None:
-    model = wrap(checks="off")
-    graphs: list[Any] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for _ in range(4):
-        compiled(torch.ones(2))
-
-    assert len(graphs) == 1
 
 
 def _phases_of_a_call(rank: int) -> tuple[list[str], str, str]:
@@ -174,13 +160,30 @@ def _frame_of(filename: str) -> str:
     return str(frame)
 
 
-def test_a_source_path_that_is_no_utf_8_is_shown_with_escapes() -> None:
-    assert _frame_of("/home/a\udcff/b\udcfe.py") == r"a\udcff/b\udcfe.py:2 in work"
-
-
-def test_a_frame_of_any_length_stays_a_line_with_its_end() -> None:
+def test_a_source_path_of_any_bytes_and_length_stays_a_printable_line_with_its_end() -> None:
     frame = _frame_of("<string>\n" * 100_000)
 
+    assert _frame_of("/home/a\udcff/b\udcfe.py") == r"a\udcff/b\udcfe.py:2 in work"
     assert len(frame) <= 200
     assert frame.endswith(":2 in work")
     assert "\n" not in frame
+
+
+def _works(work: Any, sleep: Callable[[float], None]) -> None:
+    work.wait()
+    sleep(1.0)
+
+
+def _listed(works: list[Any]) -> None:
+    works[0].wait()
+
+
+def test_a_wait_for_a_work_ends_with_its_statement() -> None:
+    """A work that had been waited for was told in every later line that called a function in C."""
+
+    def found(function: Callable[..., None]) -> list[tuple[str, str]]:
+        calls = [one for one in dis.get_instructions(function) if one.opname.startswith("CALL")]
+        return [_called(function.__code__, call.offset) for call in calls]
+
+    assert found(_works) == [("wait", "work"), ("", "")]
+    assert found(_listed) == [("wait", "")]

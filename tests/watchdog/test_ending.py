@@ -9,59 +9,13 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from legacy_ddp import LegacyDistributedDataParallel, PeerLostError
-from legacy_ddp._watchdog.ending import error_behind
 from tests.helpers.scripts import run_script
-
-
-def _caught(cause: BaseException | None, context: BaseException | None, code: object) -> BaseException:
-    end = SystemExit(code)
-    end.__context__ = context
-    if cause is not None:
-        end.__cause__ = cause
-    return end
-
-
-_ERROR, _OTHER = ValueError("bad batch"), KeyError("other")
-
-
-@pytest.mark.parametrize(
-    "end, expected",
-    [
-        (_caught(None, _ERROR, 1), _ERROR),
-        (_caught(_ERROR, _OTHER, 3), _ERROR),
-        (_caught(None, _caught(None, _ERROR, 1), 2), _ERROR),  # an exit code of an exit code
-        (_ERROR, _ERROR),
-    ],
-)
-def test_an_exit_code_leads_to_the_error_behind_it(end: BaseException, expected: BaseException) -> None:
-    assert error_behind(end) is expected
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        _caught(None, None, 1),
-        _caught(None, StopIteration(), 0),  # a normal end
-        _caught(None, StopIteration(), None),
-        _caught(None, _ERROR, "no data in /data"),  # says more than the error behind it
-    ],
-)
-def test_an_exit_that_says_enough_stays(end: BaseException) -> None:
-    assert error_behind(end) is end
-
-
-def test_a_circle_of_causes_ends() -> None:
-    first, second = SystemExit(1), SystemExit(2)
-    first.__cause__, second.__cause__ = second, first
-
-    assert error_behind(first) is first
-
 
 LEFT, LEFT_WELL = "left after all_reduce() call 1 with", "left without an error after all_reduce() call 1,"
 PLACE = "at test_ending.py:N in"
@@ -78,6 +32,11 @@ ENDS = {
     "a handler from later": f"{LEFT_WELL} by sys.exit() {PLACE} <module>; its script handles SIGTERM",
     "sys.exit(0) in a handler": f"{LEFT_WELL} by sys.exit(0) {PLACE} _leave, after SIGUSR1",
     "an exception of a handler": f"{LEFT} ValueError: preempted, {PLACE} _fail, after SIGUSR1",
+    # Behind an exit code, as torch.multiprocessing makes one of an error, stands the error.
+    "an exit code with a cause": f"{LEFT} ValueError: bad batch",
+    "a text after an error": f"{LEFT} SystemExit: no data in /data, {PLACE} _end_with",
+    "a success after an error": f"{LEFT_WELL} at the end of its script",
+    "a circle of causes": f"{LEFT} exit status 1, {PLACE} _end_with",
 }
 
 
@@ -97,6 +56,22 @@ def _send_myself(number: signal.Signals, handler: Callable[..., None] | None = N
     if handler is not None:
         signal.signal(number, handler)
     signal.raise_signal(number)
+
+
+def _end_with(code: object, context: BaseException | None, cause: BaseException | None = None) -> NoReturn:
+    """As a script that destroys its group in a ``finally``: the error is still under way."""
+    try:
+        raise _exit_with(code, context, cause)
+    finally:
+        dist.destroy_process_group()
+
+
+def _exit_with(code: object, context: BaseException | None, cause: BaseException | None = None) -> SystemExit:
+    end = SystemExit(code)
+    end.__context__ = context
+    if cause is not None:
+        end.__cause__ = cause
+    return end
 
 
 def _run_jobs(folder: Path) -> str:
@@ -165,3 +140,13 @@ if __name__ == "__main__":
             _send_myself(signal.SIGUSR1, _leave)
         case "an exception of a handler":
             _send_myself(signal.SIGUSR1, _fail)
+        case "an exit code with a cause":
+            _end_with(2, KeyError("other"), _exit_with(1, ValueError("bad batch")))
+        case "a text after an error":
+            _end_with("no data in /data", ValueError("bad batch"))
+        case "a success after an error":
+            _end_with(0, StopIteration())
+        case "a circle of causes":
+            other = SystemExit(2)
+            other.__cause__ = _exit_with(1, None, other)
+            _end_with(1, None, other)

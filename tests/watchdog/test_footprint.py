@@ -19,6 +19,7 @@ from legacy_ddp import Checks
 from tests.helpers.listening import Training, listen, own_threads, reports, run, run_silently, said
 from tests.helpers.processes import open_files
 from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.tiers import thorough
 
 STACKS = "most recent call first"  # as faulthandler writes them
 
@@ -77,7 +78,7 @@ def _has_children(rank: int, folder: Path, children: Callable[[Training], None])
     return [STACKS in path.read_text() for path in reports(folder)]
 
 
-@pytest.mark.parametrize("children", [_load, _pool, _fork])
+@pytest.mark.parametrize("children", [_load, thorough(_pool), _fork])
 def test_child_processes_that_are_terminated_leave_no_trace(
     children: Callable[[Training], None], tmp_path: Path
 ) -> None:
@@ -112,7 +113,7 @@ def _terminated(rank: int, folder: Path, handler: Any, moment: str) -> int:
     return len(heard)
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", [thorough("before"), "after"])
 @pytest.mark.parametrize("handler, heard", [("note", 2), (signal.SIG_IGN, 0)])
 def test_a_signal_that_the_user_handles_is_left_to_the_user(
     handler: Any, heard: int, moment: str, tmp_path: Path
@@ -121,7 +122,7 @@ def test_a_signal_that_the_user_handles_is_left_to_the_user(
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", thorough("after")])
 def test_the_user_s_handler_decides_the_exit_code(moment: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 died before returning: exit code 7$") as caught:
         run_silently(_terminated, 2, tmp_path, _exit_7, moment)

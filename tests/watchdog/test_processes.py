@@ -1,19 +1,23 @@
-"""The processes of ranks as other ranks see them: hidden, in namespaces of their own, ended, on a crowded machine."""
+"""The processes of ranks as other ranks see them (hidden, ended, on a crowded machine), and polls of all ranks."""
 
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from legacy_ddp._watchdog.client import ANSWER_SECONDS, Message, Outcome, request, state_of
+from legacy_ddp._explain.missing import compose, poll_ranks
+from legacy_ddp._watchdog.client import ANSWER_SECONDS, Endpoint, Failure, Message, Outcome, request, state_of
+from legacy_ddp._watchdog.ending import is_fault
+from legacy_ddp._watchdog.exchange import FailureRecord, ReportExchange
 from legacy_ddp._watchdog.process import (
     DEAD,
     RUNNING,
@@ -23,7 +27,9 @@ from legacy_ddp._watchdog.process import (
     queued_seconds,
     visible_state,
 )
-from legacy_ddp._watchdog.server import StatusServer
+from legacy_ddp._watchdog.reports import Report
+from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
+from legacy_ddp._watchdog.status import GroupView, RankStatus, own_status
 from tests.helpers.hosts import reason_not_permitted
 from tests.helpers.scripts import run_script
 from tests.helpers.status_servers import a_listener, an_observer
@@ -69,9 +75,12 @@ def _await_state(pid: int, letters: Collection[str]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=as_root if any(_CASES[name][:2]) else ()) for name in _CASES]
-)
+def _marks(case: str) -> list[pytest.MarkDecorator]:
+    needs_root = [as_root] if any(_CASES[case][:2]) else []
+    return [*needs_root, *([pytest.mark.thorough] if case == "another time namespace" else [])]
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=_marks(name)) for name in _CASES])
 def test_stopped_gone_hidden_and_answering_processes_are_told_apart(case: str) -> None:
     """A rank that /proc did not show was called dead while it ran."""
     before_listener, before_observer, running, stopped, ended = _CASES[case]
@@ -93,10 +102,7 @@ def test_stopped_gone_hidden_and_answering_processes_are_told_apart(case: str) -
 
 
 def test_a_pid_that_was_given_to_another_process_counts_as_dead() -> None:
-    with a_listener() as listener:
-        listener.process.kill()
-        listener.process.wait()
-    later = replace(listener.endpoint, identity=replace(own_identity(), started="1"))
+    later = replace(_dead_peer(1), identity=replace(own_identity(), started="1"))
 
     assert state_of(later) == DEAD
     assert request(later, {"request": "status"}, own_identity()) == (Outcome.ENDED, None)
@@ -125,34 +131,28 @@ def test_a_process_that_cannot_be_looked_at_for_want_of_a_descriptor_is_not_call
 
 
 _CROWDED = """
-import os, sys, time
+import os, subprocess, sys, time
 from legacy_ddp._watchdog.process import busy_seconds, own_identity, queued_seconds
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-if sys.argv[1] == "hog":
-    while True:
-        pass
+hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 os.nice(19)  # about a hundredth of the processor beside the hog
 own = own_identity()
-start, busy, queued = time.monotonic(), busy_seconds(), queued_seconds(own)
-while time.monotonic() < start + 1.0:
-    time.sleep(1.0) if sys.argv[1] == "idle" else None  # one wake-up: on a loaded machine each waits for a processor
-seconds = time.monotonic() - start
-print((busy_seconds() - busy) / seconds, (queued_seconds(own) - queued) / seconds, flush=True)
+for what in ("idle", "busy"):  # in this order: after much computing a wake-up waits for long
+    start, busy, queued = time.monotonic(), busy_seconds(), queued_seconds(own)
+    while time.monotonic() < start + 1.0:
+        time.sleep(1.0) if what == "idle" else None  # one wake-up: on a loaded machine each waits for a processor
+    seconds = time.monotonic() - start
+    print((busy_seconds() - busy) / seconds, (queued_seconds(own) - queued) / seconds, flush=True)
+hog.kill()
 os._exit(0)  # the end of an interpreter takes a hundred times as long here
 """
 
 
-@pytest.mark.parametrize("what, is_busy", [("busy", True), ("idle", False)])
-def test_a_rank_that_computes_on_a_crowded_machine_is_busy(what: str, is_busy: bool) -> None:
+def test_a_rank_that_computes_on_a_crowded_machine_is_busy() -> None:
     """It was called idle, with a report for each wait, because it got less than a tenth of a processor."""
-    with subprocess.Popen([sys.executable, "-c", _CROWDED, "hog"]) as hog:
-        try:
-            busy, queued = map(float, run_script("-c", _CROWDED, what).stdout.split())
-        finally:
-            hog.kill()
+    shares = [[float(share) for share in line.split()] for line in run_script("-c", _CROWDED).stdout.splitlines()]
 
-    assert (busy > 0.5) is is_busy
-    assert (queued > 0.5) is is_busy
+    assert [[share > 0.5 for share in of_case] for of_case in shares] == [[False, False], [True, True]]
 
 
 @pytest.mark.parametrize("is_crowded", [True, False])
@@ -195,3 +195,184 @@ def test_a_process_that_ends_while_its_threads_are_listed_is_no_error(monkeypatc
         assert queued_seconds(ending) == 0.0  # and after the end
 
     assert listed == [f"/proc/{process.pid}/task"] * 2
+
+
+@pytest.mark.parametrize(
+    "reason, expected",
+    [
+        ("left after all_reduce() call 2 with ValueError: bad batch, at train.py:9 in main", True),
+        ("left after all_reduce() call 2 with exit status 7, at train.py:9 in main", True),
+        ("left after all_reduce() call 2 with exit status 7, at train.py:9 in _stop, after SIGTERM", False),
+        ("left without an error after all_reduce() call 2, at the end of its script", False),
+        ("left because another rank was lost: rank 1 ended unexpectedly", False),
+    ],
+)
+def test_an_end_that_was_asked_for_or_that_follows_another_is_not_told(reason: str, expected: bool) -> None:
+    assert is_fault(reason) is expected
+
+
+# Polls: which ranks are polled a second time, and what the second answer changes
+
+WORDS = "left because another rank was lost"
+
+
+class _Answers:
+    """A listener whose n-th answer is its state with ``changes[n]``, ``delays[n]`` seconds late."""
+
+    def __init__(self, rank: int) -> None:
+        self.count = 0
+        self.changes: dict[int, dict[str, Any]] = {}
+        self.delays: dict[int, float] = {}
+        self.on_answer: Callable[[], object] = lambda: None
+        self.server = StatusServer(rank, self._answer, lambda _rank, _exit_reason: None)
+        self.server.start(None)
+
+    def _answer(self, _message: Any) -> dict[str, Any]:
+        self.count += 1
+        time.sleep(self.delays.get(self.count, 0.0))
+        self.on_answer()
+        return {**own_status(RankStatus(), []), **self.changes.get(self.count, {})}
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[_Answers]]:
+    made = [_Answers(rank) for rank in range(3)]
+    yield made
+    for one in made:
+        one.server.close("")
+
+
+def _dead_peer(rank: int) -> Endpoint:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = closed.getsockname()
+    return Endpoint(rank, replace(own_identity(), pid=process.pid), [address], "")
+
+
+def test_an_exit_reason_that_came_after_the_first_answer_is_in_the_report(listeners: list[_Answers]) -> None:
+    first = listeners[0]
+    first.changes = {1: {"exit_reasons": {}}, 2: {"exit_reasons": {"1": WORDS}}}
+    peers = [first.server.endpoint, _dead_peer(1), listeners[2].server.endpoint, _dead_peer(3)]
+
+    rows = poll_ranks(peers, first.server.endpoint, twice=False)
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.ENDED, Outcome.ANSWERED, Outcome.ENDED]
+    assert [row.note for row in rows] == ["", WORDS, "", ""]
+    assert [row.left_after_loss for row in rows] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answers], twice: bool) -> None:
+    asker, other, slow = listeners
+    slow.delays = {1: ANSWER_SECONDS + 0.2}
+    asker.changes = {number: {"process_states": {"2": RUNNING}} for number in (1, 2)}
+    peers = [asker.server.endpoint, other.server.endpoint, slow.server.endpoint]
+
+    rows = poll_ranks(peers, asker.server.endpoint, twice=twice)
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
+    assert [one.count for one in listeners] == [1 + twice, 1 + twice, 2]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_that_waits_for_a_disk_is_busy(listeners: list[_Answers], number: int) -> None:
+    """A rank that saved a checkpoint on a crowded machine was called idle, and got a report in place of a line."""
+    for listener in listeners:
+        listener.changes = {answer: {"busy_seconds": 0.0, "waits_for_disk": False} for answer in (1, 2)}
+    listeners[1].changes[number]["waits_for_disk"] = True
+    peers = [listener.server.endpoint for listener in listeners]
+
+    rows = poll_ranks(peers, peers[0], twice=True)
+
+    assert [row.is_busy for row in rows] == [False, True, False]
+
+
+def test_a_rank_that_left_a_call_is_called_dead_before_a_poll_only_if_its_process_is(listeners: list[_Answers]) -> None:
+    """A rank that had raised in the call, and stood in a debugger, was dead in the first report of the others."""
+    peers = [listeners[0].server.endpoint, listeners[1].server.endpoint, _dead_peer(2)]
+
+    rows = GroupView(peers[0], peers, range(len(peers))).local_rows(Failure("ranks 1-2 left", ranks=(1, 2)))
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.LEFT, Outcome.ENDED]
+    assert [row.process for row in rows] == [RUNNING, RUNNING, DEAD]
+
+
+def _report(listeners: list[_Answers]) -> Report:
+    """Of three ranks outside of calls."""
+    peers = [listener.server.endpoint for listener in listeners]
+    return compose(GroupView(peers[0], peers, range(len(peers))).local_rows(None))
+
+
+def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(listeners: list[_Answers]) -> None:
+    peers = [listener.server.endpoint for listener in listeners]
+    view, background = GroupView(peers[2], peers, range(len(peers))), BackgroundTasks(2)
+    record = FailureRecord(view, cast(Any, _Saved()))
+    exchange = ReportExchange(view, record, background, warn_after_seconds=60.0)
+    arrived = _report(listeners)
+    listeners[0].on_answer = lambda: record.finalize(arrived)
+
+    assert exchange.fetch(5, Failure("connection lost")) is arrived
+    assert [one.count for one in listeners] == [1, 0, 0]
+    background.close()
+
+
+def test_the_report_of_a_rank_that_was_found_late_is_fetched(
+    listeners: list[_Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a load of 25 the search for an answering rank took all of the time: "the missing rank is not known"."""
+    composed = _report(listeners)
+    answers = [{}, asdict(composed)]
+
+    def answer(_message: Any) -> dict[str, Any]:
+        time.sleep(0.3)
+        return answers.pop(0)
+
+    seconds = [0.1, 60.0]
+    monkeypatch.setattr("legacy_ddp._watchdog.exchange._report_seconds", lambda _size: seconds.pop(0))
+    server = StatusServer(0, answer, lambda _rank, _exit_reason: None)
+    server.start(None)
+    view, background = GroupView(server.endpoint, [server.endpoint], [0]), BackgroundTasks(0)
+    exchange = ReportExchange(view, FailureRecord(view, cast(Any, _Saved())), background, warn_after_seconds=60.0)
+
+    found = exchange.fetch(5, Failure("connection lost"))
+
+    background.close()
+    server.close("")
+    assert found.text == composed.text
+    assert seconds == answers == []
+
+
+def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -> None:
+    rows = poll_ranks([one.server.endpoint for one in listeners], listeners[0].server.endpoint, twice=False)
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
+    assert [one.count for one in listeners] == [1, 1, 1]
+
+
+class _Saved:
+    """A policy that keeps what is saved and what is logged."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+        self.logged: list[str] = []
+
+    def save(self, report: Report, introduction: str = "") -> None:
+        self.saved.append(introduction + report.text)
+
+    def notify_loss(self, text: str, report: Report) -> None:
+        self.logged.append(f"{report.missing}: {text}")
+
+
+def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
+    policy: Any = _Saved()
+    peers = [listener.server.endpoint for listener in listeners]
+    record = FailureRecord(GroupView(peers[0], peers, range(len(peers))), policy)
+
+    for reason, ranks in (("connection lost", ()), ("rank 1 has ended", (1,)), ("rank 1 is silent", (1,))):
+        record.record_failure(Failure(reason, ranks=ranks), logs=True)
+
+    assert record.failure == Failure("connection lost")  # the first one ends the call
+    assert len(policy.saved) == len(policy.logged) == 2  # the third adds nothing
+    assert "missing rank 1" in policy.saved[1]

@@ -4,12 +4,10 @@ import json
 import os
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,12 +35,22 @@ from legacy_ddp._watchdog.process import (
 )
 from legacy_ddp._watchdog.server import StatusServer
 from tests.helpers.listening import WARN_SECONDS, Training, listen, said
-from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import run_script
 from tests.helpers.small_models import error_of, wrap
 from tests.helpers.status_servers import Listener, a_listener
 
-# Status servers and requests between ranks, with real sockets and processes
+# More than the address space holds: Python's threads cannot be started, as at a limit of processes; those of C++ can.
+TOO_LARGE_STACK_BYTES = 2**47
+
+
+@contextmanager
+def _no_more_threads() -> Iterator[None]:
+    threading.stack_size(TOO_LARGE_STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(0)
 
 
 class _Servers:
@@ -92,17 +100,13 @@ def _receive_all(connection: socket.socket) -> bytes:
     return connection.makefile("rb").read()[PROOF_BYTES:]
 
 
-def test_a_request_is_answered(pair: _Servers) -> None:
-    pair.servers[0].start(None)
-
-    assert _request(pair.servers[0].endpoint) == (Outcome.ANSWERED, {"heard": "status"})
-
-
-def test_many_ranks_answer_concurrent_requests_each_for_itself(pair: _Servers) -> None:
+@pytest.mark.parametrize("limits", [nullcontext, _no_more_threads], ids=["threads", "no threads"])
+def test_many_ranks_answer_concurrent_requests_each_for_itself(limits: Any, pair: _Servers) -> None:
     for server in pair.servers:
         server.start(None)
 
-    answers = request_all([server.endpoint for server in pair.servers], {"request": "status"}, own_identity())
+    with limits():
+        answers = request_all([server.endpoint for server in pair.servers], {"request": "status"}, own_identity())
 
     assert answers == dict.fromkeys((0, 1), (Outcome.ANSWERED, {"heard": "status"}))
 
@@ -385,54 +389,17 @@ def test_an_encoded_endpoint_is_decoded_without_loss() -> None:
     assert decode_endpoint(3, b"") is None
 
 
-def test_loopback_is_for_the_same_network_alone() -> None:
+def test_loopback_is_for_the_same_network_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = [("10.0.0.1", 5000), ("127.0.0.1", 5000)]
 
     assert reachable(addresses, same_network=False) == [("10.0.0.1", 5000)]
     assert reachable(addresses, same_network=True) == [("127.0.0.1", 5000), ("10.0.0.1", 5000)]
-    assert own_hosts()[-1] == "127.0.0.1"
-
-
-def test_the_interface_that_gloo_uses_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no such interface")
-    assert own_hosts()[-1] == "127.0.0.1"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert own_hosts()[-1] == "127.0.0.1"
-
-
-def test_an_encoded_endpoint_is_json_with_the_token() -> None:
-    assert json.loads(Endpoint(0, own_identity(), [], "t").encode())[2] == "t"
+    for interface in ("", "no such interface", "lo"):
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        assert own_hosts()[-1] == "127.0.0.1"
 
 
 # The watchdog of a process that may start no more threads, or open no more descriptors
-
-# More than the address space holds: Python's threads cannot be started, as at a limit of processes; those of C++ can.
-TOO_LARGE_STACK_BYTES = 2**47
-
-
-@contextmanager
-def _no_more_threads() -> Iterator[None]:
-    threading.stack_size(TOO_LARGE_STACK_BYTES)
-    try:
-        yield
-    finally:
-        threading.stack_size(0)
-
-
-# Threads
-
-
-def test_many_ranks_answer_though_no_thread_can_be_started() -> None:
-    servers = [StatusServer(rank, lambda message: {"heard": message["request"]}, print) for rank in range(3)]
-    for server in servers:
-        server.start(None)
-
-    with _no_more_threads():
-        answers = request_all([server.endpoint for server in servers], {"request": "status"}, own_identity())
-
-    assert answers == dict.fromkeys(range(3), (Outcome.ANSWERED, {"heard": "status"}))
-    for server in servers:
-        server.close("")
 
 
 def _late_without_threads(rank: int, folder: Path) -> list[float]:
@@ -478,9 +445,6 @@ def test_a_watchdog_that_cannot_be_started_on_one_rank_is_the_same_error_on_all_
     assert list(tmp_path.iterdir()) == []
 
 
-# Descriptors
-
-
 _AT_THE_LIMIT = """
 import json, os, resource, socket, threading
 from legacy_ddp._watchdog.server import StatusServer
@@ -518,13 +482,26 @@ print(json.dumps([counted, answer, threading.active_count()]))
 
 
 def test_a_connection_that_waits_at_the_limit_of_descriptors_costs_a_few_tries_and_is_answered_later() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "-c", _AT_THE_LIMIT], env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
+    ran = run_script("-c", _AT_THE_LIMIT)
 
     assert ran.stderr == ""
     tries, answer, threads = json.loads(ran.stdout)
     assert 1 <= tries <= 20
     assert json.loads(answer) == {"heard": "status"}
     assert threads == 1  # the main one: closing ended the other
+
+
+REQUEST_AT_EXIT = """
+import atexit
+from legacy_ddp._watchdog.server import StatusServer
+from legacy_ddp._watchdog.client import request_all
+
+server = StatusServer(0, dict, print)
+atexit.register(lambda: print(*request_all([server.endpoint], {}, server.endpoint.identity).values()))
+"""
+
+
+def test_a_rank_that_sends_requests_while_its_process_ends_leaves_no_traceback() -> None:
+    ran = run_script("-c", REQUEST_AT_EXIT)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "does not answer" in ran.stdout  # asked by the thread that ends the process: no other can be started

@@ -1,0 +1,37 @@
+"""Changed calls of the sockets between the ranks of a host."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+
+@contextmanager
+def changed(method: str, act: Callable[..., Any]) -> Iterator[None]:
+    """For the block, ``act(original, socket, *arguments)`` in place of a method of these sockets, and no others.
+
+    With ``method="socket"`` the making of such a socket is changed.
+    """
+    name = "__init__" if method == "socket" else method
+    original = getattr(socket.socket, name)
+
+    def call(self: socket.socket, *arguments: Any, **options: Any) -> Any:
+        kind = arguments[1] if name == "__init__" and len(arguments) > 1 else getattr(self, "type", 0)
+        if kind & ~socket.SOCK_CLOEXEC == socket.SOCK_SEQPACKET:
+            return act(original, self, *arguments, **options)
+        return original(self, *arguments, **options)
+
+    with patch.object(socket.socket, name, call, create=True):
+        yield
+
+
+@contextmanager
+def refused(method: str, error: OSError) -> Iterator[None]:
+    """For the block, ``method`` of these sockets raises ``error``."""
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise error
+
+    with changed(method, refuse):
+        yield
