@@ -62,7 +62,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._gloo = ProcessGroupGloo(store, rank, size, timeout)
+        # Two groups: gloo matches collectives by the order of issue, and the thread and the host have no common order.
+        self._of_device = ProcessGroupGloo(dist.PrefixStore("device", store), rank, size, timeout)
+        self._of_host = ProcessGroupGloo(dist.PrefixStore("host", store), rank, size, timeout)
         self._timeout = timeout
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], InFlight] | None] = queue.SimpleQueue()
         self.issued = 0
@@ -133,22 +135,22 @@ class SimulatedGroup(dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._gloo.barrier(opts or dist.BarrierOptions())
+        return self._of_host.barrier(opts or dist.BarrierOptions())
 
     def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Work:
         """What torch 2.15 calls for objects, on the CPU."""
         return self.allgather([[*output.view(self.size(), -1)]], [own.view(-1)], opts)
 
     def send(self, tensors: Any, dst: int, tag: int) -> Work:
-        return self._gloo.send([*tensors], dst, tag)
+        return self._of_host.send([*tensors], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int) -> Work:
-        return self._gloo.recv([*tensors], src, tag)
+        return self._of_host.recv([*tensors], src, tag)
 
     def _issue(self, tensors: list[torch.Tensor], collective: Callable[[Any, list[torch.Tensor]], Any]) -> Work:
         values = [on_cpu(tensor) for tensor in tensors]
         if all(tensor.device.type == "cpu" for tensor in tensors):
-            return collective(self._gloo, values)  # type: ignore[no-any-return]
+            return collective(self._of_host, values)  # type: ignore[no-any-return]
         self.before_issue()
         self.issued += 1
         flight = InFlight(extents(tensors), group=self, is_held=not self._released.is_set())
@@ -156,7 +158,7 @@ class SimulatedGroup(dist.ProcessGroup):
             self._held.append(flight)
         device.before(sys._getframe(1).f_code.co_name, tensors, group=self)
         device.in_flight.append(flight)
-        self._queue.put((lambda: collective(self._gloo, values).wait(), flight))
+        self._queue.put((lambda: collective(self._of_device, values).wait(), flight))
         return SimulatedWork(flight, tensors, waits=self.waits)
 
     def _serve(self) -> None:
