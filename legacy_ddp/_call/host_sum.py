@@ -59,7 +59,7 @@ class PeerMemory:
     def settle(self, call: Gatherer, encoded: bytes, own: Callable[[], Sequence[Segment | None]]) -> str:
         """Map the segments ``encoded`` of a call, and unmap old ones. Collective if any of them is not mapped.
 
-        ``own``: gives the segments of this rank, by position. Returns as :meth:`_map_new`.
+        ``own``: gives the segments of this rank, by position. Returns as :meth:`map_new`.
         """
         self.settled, segments = None, decode_segments(encoded)
         self._forget_unused(segments)
@@ -69,7 +69,7 @@ class PeerMemory:
             for mapped, current in zip(self._mapped, segments, strict=True)
         ]
         is_known = not any(unknown)
-        if not is_known and (problem := self._map_new(call, segments, unknown, own())):
+        if not is_known and (problem := self.map_new(call, segments, unknown, own())):
             return problem
         self.segments, self.settled = segments, encoded if is_known else None
         return ""
@@ -87,7 +87,7 @@ class PeerMemory:
                     del mapped[serial]
                 self.views.clear()
 
-    def _map_new(
+    def map_new(
         self,
         call: Gatherer,
         segments: Sequence[SegmentIds],

@@ -892,9 +892,9 @@ STEPS = (
     ),
     Mutant(
         "earlier results are looked for behind the copy",
-        "        grads = _collect(plan, leaves, header, reader)\n",
-        "        grads = _collect(plan, leaves, header, reader)\n        stale = counter.stale(plan.parameters, "
-        "is_weighted=header.participation == Participation.SAMPLES)\n",
+        "        grads = _collect(plan, leaves, header, reader, takes_part=takes_part)\n",
+        "        grads = _collect(plan, leaves, header, reader, takes_part=takes_part)\n"
+        "        stale = counter.stale(plan.parameters, is_weighted=is_weighted)\n",
         "tests/steps/test_divided_results.py -k not_stepped",
     ),
     Mutant(
