@@ -326,7 +326,7 @@ def _check_children(shared: _Shared) -> None:
 _FIRST, _DETAIL = partial(Training, steps=0), partial(Training, checks="detail")
 _REPRODUCIBLE = partial(Training, steps=1, reproducible=True)
 _DETAIL_FIRST = partial(Training, steps=0, checks="detail")
-_CALL = (Call.__enter__, Call.__exit__, Call._take_over, Call._release, Call._end_call, OwnedLock.take)
+_CALL = (Call.__enter__, Call.__exit__, Call._take_over, Call._end_call, OwnedLock.take)
 _CASES = {
     "parts of the replica": Case(
         (RotatingDigests._find_parts, RotatingDigests._digest, rotation.divide, rotation._tensors_of), _FIRST

@@ -194,12 +194,13 @@ class Replicas(Check):
             explained = self._compare_row(call, self._late, agreement)
         # Otherwise nothing is due in this call, or checks are off on some rank (perhaps on a rank that left).
         elif agreement.common_flags & Flag.SIGNED:
-            if agreement.headers.is_equal("replica"):
+            of_ranks = agreement.headers.column("replica")
+            if of_ranks.count(of_ranks[0]) == len(of_ranks):
                 digests.note_agreement(call.groups, call.number)
             else:
                 left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more steps
-                of_ranks = enumerate(agreement.column("replica"))
-                explained = digests.compare(call, left, {rank: digest for rank, digest in of_ranks if rank not in left})
+                compared = {rank: digest for rank, digest in enumerate(of_ranks) if rank not in left}
+                explained = digests.compare(call, left, compared)
         if explained is None:
             return None
         _, notes = gather_context(call)

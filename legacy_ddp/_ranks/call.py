@@ -99,7 +99,8 @@ class Call(Gatherer):
             if self.groups.watchdog is not None:
                 self.groups.watchdog.begin(self.full_name, is_early=self.is_early)
         except BaseException:
-            self._release()
+            self.frame = None
+            self.groups.busy.release(self)
             raise
         return self
 
@@ -111,10 +112,6 @@ class Call(Gatherer):
                 raise LegacyDDPError(f"{self.operation}: {_refusal(other)}")
             left = LegacyDDPError(f"{other.operation} was ended by an exception of a signal handler")
             other.__exit__(type(left), left, None)
-
-    def _release(self) -> None:
-        self.frame = None
-        self.groups.busy.release(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,7 +127,8 @@ class Call(Gatherer):
             try:
                 process_activity.enter(USER_CODE)
             finally:
-                self._release()
+                self.frame = None
+                self.groups.busy.release(self)
 
     def _end_call(self, error: BaseException | None) -> None:
         """Count a success. After an error of this rank alone, tell the other ranks, and refuse further calls.
@@ -140,7 +138,8 @@ class Call(Gatherer):
         """
         if error is None:
             forget_turn()
-            self.groups.note_issued()
+            if self.groups.counting_device is not None:
+                self.groups.note_issued()
             if self.group_state.wrapper_id is None:
                 self.groups.wrapper_count = max(self.groups.wrapper_count, self.wrapper_id)
                 _numbered.append(weakref.ref(self.group_state, _numbered.remove))

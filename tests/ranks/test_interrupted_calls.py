@@ -26,7 +26,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import thorough
 
 _FUNCTIONS = (
-    *(Call.__enter__, Call.__exit__, Call._take_over, Call._release, Call._end_call),
+    *(Call.__enter__, Call.__exit__, Call._take_over, Call._end_call),
     *(has_left, OwnedLock.take, OwnedLock.release, Watchdog.begin, Watchdog.end),
     *(all_reduce, internals.keeps_grad_mode, Synchronizer.call, private_groups.groups_of),
     *(RotatingDigests._find_parts, RotatingDigests.begin),
