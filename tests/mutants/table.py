@@ -646,8 +646,8 @@ REPLICAS = (
     ),
     Mutant(
         "a rank that left join() is compared",
-        "for rank, digest in of_ranks if rank not in left}",
-        "for rank, digest in of_ranks}",
+        "for rank, digest in enumerate(of_ranks) if rank not in left}",
+        "for rank, digest in enumerate(of_ranks)}",
         "tests/end_to_end/test_clean_loops.py -k joins",
     ),
     Mutant(
