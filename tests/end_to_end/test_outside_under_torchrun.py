@@ -3,11 +3,13 @@
 Run as a script, this file is one rank: ``test_outside_under_torchrun.py STORY FOLDER``.
 """
 
+import json
 import os
 import re
 import sys
 import tempfile
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp.debug._cli import main
 from tests.helpers.hosts import Hosts, reason_not_permitted
 from tests.helpers.scripts import fork_script
 from tests.helpers.tiers import count
@@ -28,7 +31,9 @@ TOLD = "; rank 0 is not there: at "
 def _train(story: str, folder: Path) -> None:
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-    dist.init_process_group("gloo")
+    # torchrun keeps its store for a restart, and gloo then finds the addresses of the first start.
+    store = {"init_method": f"file://{folder}/store-{attempt}", "rank": rank, "world_size": RANKS}
+    dist.init_process_group("gloo", **(store if story == "restarts" else {}))
     model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=Checks(warn_after_seconds=WARN_SECONDS))
     for _ in range(3):
         model(torch.full((1, 2), 1.0 + rank)).sum().backward()
@@ -37,11 +42,14 @@ def _train(story: str, folder: Path) -> None:
     if story == "raises" or (story == "restarts" and attempt == 0):
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, _evaluate(rank))
-    _note(folder / f"sockets-{attempt}-{rank}", " ".join(path.name for path in folder.glob("legacy_ddp-*/*")))
-    _note(folder / f"pid-{attempt}-{rank}", os.getpid())
     if rank == 0:
         time.sleep(3 * WARN_SECONDS)  # the others wait
+        if story == "restarts":
+            with (folder / "watch.txt").open("w") as output, redirect_stdout(output), redirect_stderr(output):
+                main(["watch", "--json"])
+            (folder / "sockets.txt").write_text(" ".join(path.name for path in folder.glob("legacy_ddp-*/*")))
     dist.barrier()
+    time.sleep(WARN_SECONDS)  # for the line that the wait has ended
     dist.destroy_process_group()
 
 
@@ -49,10 +57,6 @@ def _evaluate(rank: int) -> int:
     if rank == 1:
         raise ValueError("bad batch 17")
     return rank
-
-
-def _note(path: Path, what: object) -> None:
-    path.write_text(str(what))
 
 
 def _run(story: str, folder: Path, *options: str) -> tuple[int, str]:
@@ -89,9 +93,9 @@ def test_a_job_that_torchrun_has_restarted_is_watched_without_a_trace_of_the_fir
 
     assert status == 0, text
     assert "rank 1 left after all_reduce() call 3 with ValueError: " in before
-    pids = sorted((tmp_path / f"pid-1-{rank}").read_text() for rank in range(RANKS))
-    sockets = [(tmp_path / f"sockets-1-{rank}").read_text().split() for rank in range(RANKS)]
-    assert all(set(names) <= set(pids) for names in sockets), (sockets, pids)
+    (job,) = json.loads((tmp_path / "watch.txt").read_text())["jobs"]
+    assert (job["size"], job["missing"]) == (RANKS, [0])
+    assert sorted((tmp_path / "sockets.txt").read_text().split()) == sorted(map(str, job["pids"]))
     told = [one for one in _told(after) if "this rank ends because" not in one]
     assert [" ".join(one.split()).partition(" at ")[0] for one in told[:1]] == [
         f"outside of calls: ranks 1-2 have waited {int(WARN_SECONDS)} s in barrier()"
