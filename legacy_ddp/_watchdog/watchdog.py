@@ -292,7 +292,7 @@ class Watchdog:
             return
         message = {"request": "end", "rank": rank, "reason": reason}
         request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)
-        time.sleep(_ENDS_TOGETHER_SECONDS)
+        # Now, and not after another pause: a launcher ends this process soon after the other has ended.
         if not has_shown_error() and self in _open:
             text = f"{name_ranks([rank])} {reason}"
             logger_of(self.rank).warning("%s", text, extra={"event": "lost", "ranks": [rank]})

@@ -79,7 +79,6 @@ def test_the_rank_that_raised_while_the_others_gather_is_the_root_cause_for_torc
         status, text = _run("raises", folder)
         root = re.search(r"Root Cause.*?rank +: (\d+)", text, re.DOTALL)
         assert status == 1, text
-        assert "rank 1 left after all_reduce() call 3 with ValueError: bad batch 17, at " in text
         roots.append(root and root[1])
 
     assert roots == ["1"] * RUNS

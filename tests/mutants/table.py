@@ -806,7 +806,7 @@ WATCHDOG = (
     Mutant(
         "the stack alone tells a wait",
         "    if before[:3] != now[:3]:",
-        "    return before[0] != now[0]",
+        "    return before[0] != now[0]\n    if before[:3] != now[:3]:",
         "tests/watchdog/test_outside.py -k loop_that_moves",
     ),
     Mutant(

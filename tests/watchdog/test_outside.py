@@ -7,7 +7,7 @@ import signal
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -110,19 +110,21 @@ def _waits_under_signals(rank: int, folder: Path) -> None:
 def _wait_for_each_other(rank: int, folder: Path) -> None:
     """Two collectives in another order on rank 0. Once that is told, other threads make those that are missing."""
     groups = [dist.new_group(backend="gloo") for _ in range(2)]
-    first, second = groups if rank == 0 else groups[::-1]
-
-    def go_on() -> None:
-        _hold(folder, "innermost last")
-        dist.all_reduce(torch.ones(1), group=second)
-
-    thread = threading.Thread(target=go_on)
+    thread = threading.Thread(target=_go_on, args=(rank, groups, folder))
     thread.start()
     if rank == 0:
-        dist.all_reduce(torch.ones(1), group=first)
+        dist.all_reduce(torch.ones(1), group=groups[0])
     else:
-        dist.broadcast(torch.ones(1), 0, group=first)
+        dist.broadcast(torch.ones(1), 0, group=groups[1])
     thread.join()
+
+
+def _go_on(rank: int, groups: Sequence[Any], folder: Path) -> None:
+    _hold(folder, "innermost last")
+    if rank == 0:
+        dist.broadcast(torch.ones(1), 0, group=groups[1])
+    else:
+        dist.all_reduce(torch.ones(1), group=groups[0])
 
 
 def _loads_data(rank: int, folder: Path) -> None:
@@ -356,6 +358,8 @@ def test_ranks_that_do_not_come_to_the_constructor_are_named_by_one_rank(level: 
         ("left after all_reduce() call 2 with exit status 7, at train.py:9 in _stop, after SIGTERM", False),
         ("left without an error after all_reduce() call 2, at the end of its script", False),
         ("left because another rank was lost: rank 1 ended unexpectedly", False),
+        ("left all_reduce() call 2 with ValueError: bad batch", True),
+        ("left all_reduce() call 2 with KeyboardInterrupt", False),
     ],
 )
 def test_an_end_that_was_asked_for_or_that_follows_another_is_not_told(reason: str, expected: bool) -> None:

@@ -202,6 +202,16 @@ class _Saved:
         self.logged.append(f"{report.missing}: {text}")
 
 
+def test_the_end_of_a_rank_that_left_a_call_names_the_rank_once(listeners: list[_Answers]) -> None:
+    """The text of the failure, behind the name of the rank: "rank 1 rank 1 left all_reduce()"."""
+    peers = [listener.server.endpoint for listener in listeners]
+    record = FailureRecord(GroupView(peers[1], peers, range(len(peers)), len(peers)), cast(Any, _Saved()))
+
+    record.record_failure(Failure("rank 1 left all_reduce() call 4 with ValueError: bad batch", ranks=(1,)))
+
+    assert record.exit_reason() == "left all_reduce() call 4 with ValueError: bad batch"
+
+
 def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
     policy: Any = _Saved()
     peers = [listener.server.endpoint for listener in listeners]
