@@ -3,6 +3,7 @@
 Run as a script, this file is one rank: ``test_outside_under_torchrun.py STORY FOLDER``.
 """
 
+import atexit
 import json
 import os
 import re
@@ -25,12 +26,15 @@ from tests.helpers.tiers import count
 RANKS = 3
 RUNS = count(20, 3)
 WARN_SECONDS = 1.0
+SLOW_END_SECONDS = 1.5  # of a large process: workers of a loader to join, memory to free
 TOLD = "; rank 0 is not there: at "
 
 
 def _train(story: str, folder: Path) -> None:
     rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    if story == "raises" and rank == 1:
+        atexit.register(time.sleep, SLOW_END_SECONDS)  # registered first: runs last
     # torchrun keeps its store for a restart, and gloo then finds the addresses of the first start.
     store = {"init_method": f"file://{folder}/store-{attempt}", "rank": rank, "world_size": RANKS}
     dist.init_process_group("gloo", **(store if story == "restarts" else {}))
@@ -40,8 +44,10 @@ def _train(story: str, folder: Path) -> None:
         model.all_reduce()
         model.zero_grad()
     if story == "raises" or (story == "restarts" and attempt == 0):
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, _evaluate(rank))
+        try:
+            dist.all_gather_object([None] * RANKS, _evaluate(rank))
+        finally:
+            dist.destroy_process_group()  # closes the connections to the ranks that gather
     if rank == 0:
         time.sleep(3 * WARN_SECONDS)  # the others wait
         if story == "restarts":

@@ -835,8 +835,8 @@ WATCHDOG = (
     ),
     Mutant(
         "one poll tells who waits for whom",
-        "if row.sample is None or row.is_busy is None or row.has_moved:",
-        "if row.sample is None:",
+        "is_sure = is_late or not any(row.has_moved for row in rows)",
+        "is_sure = True",
         "tests/watchdog/test_watch.py -k went_on",
     ),
     Mutant(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._watchdog.ending import is_fault
-from legacy_ddp._watchdog.stall import _called
+from legacy_ddp._watchdog.stall import LOOKS, _called
 from tests.helpers.listening import Training, listen, run_silently, said
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_scripts
@@ -96,14 +96,18 @@ def _waits_under_signals(rank: int, folder: Path) -> None:
     main, is_over = threading.get_ident(), threading.Event()
 
     def send() -> None:
-        while not is_over.wait(SECONDS / 3):
+        for _ in range(100 * LOOKS):
+            if is_over.wait(SECONDS / LOOKS):
+                return
             signal.pthread_kill(main, signal.SIGUSR1)
 
+    thread = threading.Thread(target=send)
     if rank == 0:
         _hold(folder, "innermost last")
     else:
-        threading.Thread(target=send).start()
+        thread.start()
     dist.barrier()
+    assert rank == 0 or thread.is_alive(), "it was told after the signals alone"
     is_over.set()
 
 
@@ -421,7 +425,8 @@ logging.getLogger("legacy_ddp").addFilter(_Tell())
 _OTHERS_GO_ON = """
 if rank == 1:
     raise ValueError("bad batch 17")
-while not os.path.exists("told"):
+end = time.monotonic() + 60
+while not os.path.exists("told") and time.monotonic() < end:
     time.sleep(0.02)
 """
 
