@@ -111,6 +111,7 @@ RUNS = {
     "digest_2": Run("bench_digest.py", 2, "--rounds 60", f"--layers 2 {_LITTLE}"),
     "trace": Run("bench_trace.py", 0, ""),
     "operations": Run("bench_operations.py", 1, "", _LITTLE),
+    "watch": Run("bench_watch.py", 0, "--rounds 40", "--repeats 1 --rounds 2"),
     "torch_ddp_faults": Run("torch_ddp_faults.py", 0, "", "--only weights nan"),
     "gpu_nccl_1": Run("bench_gpu.py", 1, "", f"--models transformer {_LITTLE}", _no_device),
     "gpu_nccl_2": Run("bench_gpu.py", 2, "", None, _no_device),

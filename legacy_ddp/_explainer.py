@@ -106,12 +106,18 @@ class Explainer(Protocol):
         """The report on the payload of ``call``, number ``serial`` on the group, that runs on devices for long."""
         ...
 
-    def stall(self, rows: "Sequence[Row]", global_ranks: Sequence[int]) -> "Report | None":
+    def stall(self, rows: "Sequence[Row]", global_ranks: Sequence[int], job_size: int) -> "Report | None":
         """The report on ranks that wait outside of calls; None if there is nothing to tell."""
         ...
 
     def job(
-        self, rows: "Sequence[Row]", global_ranks: Sequence[int], warn_after_seconds: float, *, with_stacks: bool
+        self,
+        rows: "Sequence[Row]",
+        global_ranks: Sequence[int],
+        job_size: int,
+        warn_after_seconds: float,
+        *,
+        with_stacks: bool,
     ) -> dict[str, Any]:
         """What all ranks do, and who waits for whom, ready for JSON. ``rows``: of ranks that were polled twice."""
         ...

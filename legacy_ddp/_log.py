@@ -317,9 +317,13 @@ def _line(error: BaseException, text: str, place: str) -> BaseException:
 
 
 def line_in_script(error: BaseException) -> str:
-    """``train.py:12 in main``: the last line before the library; empty if no other code is in the traceback."""
+    """``train.py:12 in main``: the last line before the library; empty if no other code is in the traceback.
+
+    A line of the script, or of an installed package if the script has none, as with ``python -m``.
+    """
     links = takewhile(lambda link: not _file(link).startswith(LIBRARY), _links(error.__traceback__))
-    of_script = [link for link in links if not _file(link).startswith(INNER)]
+    outer = [link for link in links if not _file(link).startswith(INNER)]
+    of_script = [link for link in outer if not _file(link).startswith(_INSTALLED)] or outer
     return _place(of_script[-1].tb_frame.f_code, of_script[-1].tb_lineno) if of_script else ""
 
 

@@ -7,7 +7,7 @@ a rank that was asked early looks as if it were behind.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from legacy_ddp._explain.missing import WAITING_PHASES, activity_text, compose, compose_payload
+from legacy_ddp._explain.missing import WAITING_PHASES, activity_text, compose, compose_payload, equal_stacks
 from legacy_ddp._explain.stall import MIN_WAIT_SECONDS, OUTSIDE, compose_stall
 from legacy_ddp._text import printable
 from legacy_ddp._watchdog.process import STOPPED, TRACED
@@ -21,14 +21,15 @@ MOVING, WAITING, LATE = "moving", "waiting", "late"
 
 
 def describe_job(
-    rows: Sequence[Row], global_ranks: Sequence[int], warn_after_seconds: float, *, with_stacks: bool
+    rows: Sequence[Row], global_ranks: Sequence[int], job_size: int, warn_after_seconds: float, *, with_stacks: bool
 ) -> dict[str, Any]:
-    """The job, ready for JSON. ``rows``: of all ranks, polled twice. ``global_ranks``: of every row, in the job."""
+    """The job, ready for JSON. ``rows``: of all ranks of the group, polled twice. The rest: as for compose_stall()."""
     waits = {row.rank: seconds for row in rows if (seconds := _waited_seconds(row)) is not None}
     seconds = max(waits.values(), default=None)
     is_late = seconds is not None and seconds > warn_after_seconds
     # A rank that went on during the polls may be the one that a short wait was for.
-    report = _report(rows, global_ranks) if waits and (is_late or not any(row.has_moved for row in rows)) else None
+    is_sure = is_late or not any(row.has_moved for row in rows)
+    report = _report(rows, global_ranks, job_size) if waits and is_sure else None
     # Ranks that are all in a call exchange gradients, as far as a short wait tells.
     is_told = is_late or (report is not None and bool(report.missing or report.phase == OUTSIDE))
     missing = report.missing if report is not None and is_told else ()
@@ -58,14 +59,14 @@ def _waited_seconds(row: Row) -> float | None:
     return row.wait.seconds if row.wait is not None and row.wait.seconds >= MIN_WAIT_SECONDS else None
 
 
-def _report(rows: Sequence[Row], global_ranks: Sequence[int]) -> Report | None:
+def _report(rows: Sequence[Row], global_ranks: Sequence[int], job_size: int) -> Report | None:
     if any(row.in_call for row in rows):
         return compose(rows)
     late = [row.payloads for row in rows if row.payloads.is_late]
     if late:
         oldest = min(late, key=lambda payloads: payloads.serial)
         return compose_payload(rows, oldest.call, oldest.serial)
-    return compose_stall(rows, global_ranks)
+    return compose_stall(rows, global_ranks, job_size)
 
 
 def _groups(rows: Sequence[Row], missing: Sequence[int], waits: Collection[int]) -> list[Mapping[str, Any]]:
@@ -114,10 +115,6 @@ def _seconds(row: Row) -> float | None:
 
 
 def _stacks(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The Python stacks, equal stacks together. The rarest are first, because they are the likeliest cause."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for row in rows:
-        if row.sample is not None and row.sample.stack:
-            groups.setdefault(row.sample.stack, []).append(row.rank)
-    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
-    return [{"ranks": ranks, "stack": list(map(printable, stack))} for stack, ranks in ordered[:_MAX_STACKS]]
+    return [
+        {"ranks": ranks, "stack": list(map(printable, stack))} for stack, ranks in equal_stacks(rows, ())[:_MAX_STACKS]
+    ]

@@ -183,6 +183,26 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
 
 
 def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
+    return [*_advice_on_order(rows, missing), *_advice_on_ends(rows, missing)]
+
+
+def _advice_on_order(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
+    """On missing ranks in a collective of the script that waits for all ranks, and so for the ranks in the call."""
+    waits = {rank: wait for rank in missing if (wait := rows[rank].wait) is not None and wait.is_for_all}
+    if not waits:
+        return []
+    functions = " and ".join(dict.fromkeys(f"{wait.function}()" for wait in waits.values()))
+    verb = "waits" if len(waits) == 1 else "wait"
+    return _wrap(
+        f"{name_ranks(waits)} {verb} in {functions} for the ranks in this call, and these for {name_ranks(waits)}: "
+        "make the same calls and collectives in the same order on every rank. Possible reasons: a rank left the loop "
+        "alone (early stopping, a batch less); a collective is under a condition such as if rank == 0, for instance a "
+        "metric that gathers",
+        indent=0,
+    )
+
+
+def _advice_on_ends(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     ranks = [rank for rank in missing if rows[rank].left_normally]
     if not ranks:
         return []
@@ -303,14 +323,18 @@ def _state(group: Sequence[Row], *, keeps_stack: bool) -> dict[str, Any]:
     }
 
 
-def _stacks(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
-    """The Python stacks, equal stacks together. The rarest are first, because they are the likeliest cause."""
+def equal_stacks(rows: Sequence[Row], missing: Collection[int]) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Each Python stack with its ranks. The rarest are first, because they are the likeliest cause."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         if row.sample is not None and row.sample.stack:
             groups.setdefault(row.sample.stack, []).append(row.rank)
+    return sorted(groups.items(), key=lambda item: (len(item[1]), item[1][0] not in missing, item[1]))
+
+
+def _stacks(rows: Sequence[Row], missing: Collection[int]) -> list[str]:
     lines = []
-    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1][0] not in missing, item[1]))
+    ordered = equal_stacks(rows, missing)
     for stack, ranks in ordered[:MAX_STACKS]:
         lines += ["", *_wrap(f"stack of {name_ranks(ranks)}, innermost last:"), *(f"  {frame}" for frame in stack)]
     if len(ordered) > MAX_STACKS:

@@ -12,7 +12,8 @@ from legacy_ddp._watchdog.status import Row
 OUTSIDE = "outside"  # the phase of such a report
 # The time between two polls is longer, so such a wait has begun before the first.
 MIN_WAIT_SECONDS = 0.25
-_NOBODY_MISSING = "all of them are there; look at the network, or at processes without a wrapper"
+_NOBODY_MISSING = "all of them are there; look at the network between them"
+_EACH_OTHER = "they wait for each other: make the same collectives in the same order on every rank"
 
 
 class _Place(NamedTuple):
@@ -24,10 +25,10 @@ class _Place(NamedTuple):
     source: int
 
 
-def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int]) -> Report | None:
+def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int], job_size: int) -> Report | None:
     """The report; None if no rank waits, or if a rank is in a call of the library, which then reports itself.
 
-    ``global_ranks``: of every row, counted in the job.
+    ``global_ranks``: of every row, counted in the job of ``job_size`` ranks. The others have no wrapper on this group.
     """
     numbers = {rank: number for number, rank in enumerate(global_ranks)}
     # Not is_advancing, which counts the bytes of other threads: a rank may wait and write a checkpoint.
@@ -38,12 +39,14 @@ def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int]) -> Report | 
     for rank, wait in waits.items():
         places.setdefault(_place(wait, numbers), []).append(rank)
     absent = [row for row in rows if row.rank in _expected(waits, numbers) and row.rank not in waits]
-    nobody = [_NOBODY_MISSING] if len(places) == 1 and not absent else []
+    is_beyond = any(not wait.ranks or not numbers.keys() >= {*wait.ranks} for wait in waits.values())
+    others = [_others(job_size - len(rows))] if is_beyond and job_size > len(rows) else []
+    nobody = [] if absent else [_EACH_OTHER] if len(places) > 1 else [] if others else [_NOBODY_MISSING]
     waited = [
         _describe(place, ranks, f"waited {max(waits[rank].seconds for rank in ranks):.0f} s")
         for place, ranks in places.items()
     ]
-    head = f"outside of calls: {'; '.join([*waited, *_describe_absent(absent, _doing), *nobody])}"
+    head = f"outside of calls: {'; '.join([*waited, *_describe_absent(absent, _doing), *nobody, *others])}"
     # Equal as long as nothing has changed: without seconds, and without the lines of a rank that moves on.
     summary = "; ".join(
         [*(_describe(place, ranks, "waited") for place, ranks in places.items()), *_describe_absent(absent, _state)]
@@ -61,6 +64,11 @@ def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int]) -> Report | 
         seconds=round(max(wait.seconds for wait in waits.values()), 3),
         states=ranks_by_state(rows, missing),
     )
+
+
+def _others(number: int) -> str:
+    ranks = "1 other rank" if number == 1 else f"{number} other ranks"
+    return f"{ranks} of the job {'is' if number == 1 else 'are'} outside of this process group, and not seen from here"
 
 
 def _place(wait: Wait, numbers: Mapping[int, int]) -> _Place:

@@ -156,7 +156,8 @@ def is_of_transport(error: BaseException | None) -> bool:
 
 def is_fault(reason: str) -> bool:
     """Whether a rank that ended for ``reason`` ended by an error of its own, and not as it was asked to."""
-    return not reason.startswith((LEFT_NORMALLY, LEFT_AFTER_LOSS)) and AFTER_A_SIGNAL not in reason
+    was_asked = AFTER_A_SIGNAL in reason or " with KeyboardInterrupt" in reason
+    return not was_asked and not reason.startswith((LEFT_NORMALLY, LEFT_AFTER_LOSS))
 
 
 def exit_reason(call: str) -> str:

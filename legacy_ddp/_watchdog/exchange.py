@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from legacy_ddp._explainer import explainer
+from legacy_ddp._text import name_ranks
 from legacy_ddp._watchdog.client import (
     ANSWER_SECONDS,
     MAX_CONCURRENT_REQUESTS,
@@ -90,11 +91,12 @@ class FailureRecord:
             return self.final_report
 
     def exit_reason(self) -> str:
-        """The exit reason after a failure; otherwise empty."""
+        """The exit reason after a failure, which begins with a verb; otherwise empty."""
         if self.failure is None:
             return ""
-        if self._view.own.rank in self.failure.ranks:
-            return self.failure.reason
+        own = self._view.own.rank
+        if own in self.failure.ranks:
+            return self.failure.reason.removeprefix(f"{name_ranks([own])} ")
         # Without a report: this rank was stopped, for example, and missed it.
         return f"{LEFT_AFTER_LOSS}: {self.final_report.summary}" if self.final_report else LEFT_AFTER_LOSS
 
@@ -112,6 +114,20 @@ def _report_seconds(size: int) -> float:
     rounds = -(-size // MAX_CONCURRENT_REQUESTS)
     # If the lowest rank is silent, all others are asked whether they answer, and one of them polls all ranks twice.
     return PATIENT_SECONDS * (1 + 3 * rounds)
+
+
+class _TimeLimit:
+    """For the report of a group of ``size`` ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self._end = time.monotonic() + _report_seconds(self._size)
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
 
 
 def _compose(rows: Sequence[Row], failure: Failure | None, serial: int, payload_of: str, *, was_polled: bool) -> Report:
@@ -169,18 +185,18 @@ class ReportExchange:
         """The report of the lowest answering rank, equal on all ranks; a local report if no rank answers.
 
         ``payload_of``: as for :meth:`answer`. The time begins anew when a rank answers that it composes the report: on
-        a crowded machine the search for this rank may use up the time.
+        a crowded machine the search for this rank may use up the time, or a rank that composed it, and ended.
         """
-        deadline = time.monotonic() + _report_seconds(len(self._view.peers))
-        is_composed = False
+        limit = _TimeLimit(len(self._view.peers))
         message = {
             "request": "report",
             "serial": serial,
             "failure": failure and asdict(failure),
             "payload_of": payload_of,
         }
-        for peer in self._answering(deadline):
-            while time.monotonic() < deadline:
+        for peer in self._answering(limit):
+            is_composed = False
+            while not limit.is_over():
                 outcome, answer = request(peer, message, self._view.own.identity)
                 if self._record.final_report is not None and failure is not None:
                     return self._record.final_report  # of another rank, which arrived meanwhile
@@ -189,13 +205,14 @@ class ReportExchange:
                 if answer:
                     return read_as(Report, answer)
                 if not is_composed:
-                    is_composed, deadline = True, time.monotonic() + _report_seconds(len(self._view.peers))
+                    is_composed = True
+                    limit.begin_anew()
                 self._background.sleep_and_run_pending(RETRY_SECONDS + _RETRY_SECONDS_PER_RANK * len(self._view.peers))
         return _compose(self._view.local_rows(failure), failure, serial, payload_of, was_polled=False)
 
     def ask_lowest(self, message: Message) -> None:
         """Send a request to the lowest rank that answers."""
-        for peer in self._answering(time.monotonic() + _report_seconds(len(self._view.peers))):
+        for peer in self._answering(_TimeLimit(len(self._view.peers))):
             if request(peer, message, self._view.own.identity)[0] is Outcome.ANSWERED:
                 return
 
@@ -216,13 +233,13 @@ class ReportExchange:
             self._background.submit(broadcast_failure, self._view, failure, report, set(range(len(rows))) - answering)
         shared.report, shared.composed_at = report, time.monotonic()
 
-    def _answering(self, deadline: float) -> Iterator[Endpoint]:
+    def _answering(self, limit: "_TimeLimit") -> Iterator[Endpoint]:
         """The lowest rank, then the other ranks that answer, in order."""
         known = [peer for peer in self._view.peers if peer is not None]
         yield from known[:1]
         # Many requests at a time: a few silent ranks, asked one after the other, would use up the time.
         for start in range(1, len(known), MAX_CONCURRENT_REQUESTS):
-            if time.monotonic() > deadline:
+            if limit.is_over():
                 return
             some = known[start : start + MAX_CONCURRENT_REQUESTS]
             ping = {"request": "record", "failure": None, "report": None}
@@ -289,7 +306,7 @@ class StallReports:
                 return
             self._composed_at = time.monotonic()
         rows = explainer().poll(self._view.peers, self._view.own, twice=True)
-        report = explainer().stall(rows, self._view.global_ranks)
+        report = explainer().stall(rows, self._view.global_ranks, self._view.job_size)
         if report is not None and report.seconds >= self._fresh_seconds:  # else the wait has ended meanwhile
             self._shown_on = report.reporters
             self._show(asdict(report), report.reporters)
@@ -363,7 +380,10 @@ class LocalAnswers:
                 self._polled_at = time.monotonic()
             rows = self._rows
         with_stacks = message.get("stacks") is True
-        return explainer().job(rows, self._view.global_ranks, self._warn_after_seconds, with_stacks=with_stacks)
+        view = self._view
+        return explainer().job(
+            rows, view.global_ranks, view.job_size, self._warn_after_seconds, with_stacks=with_stacks
+        )
 
 
 def _is_local(process: Identity, own: Identity) -> bool:

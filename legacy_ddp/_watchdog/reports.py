@@ -199,6 +199,7 @@ def _stacks_descriptor() -> int:
 
 
 _REPORTS = "reports of this rank:"
+_DELAY_SECONDS = 5.0  # from the poll to the log, on a crowded machine
 _SECTION = "Ranks have waited"
 
 
@@ -281,11 +282,11 @@ class WarningPolicy:
         A rank that computes or is in a debugger is one line, once: it may evaluate the model alone, by design.
         """
         began = time.monotonic() - report.seconds
-        if abs(began - self._stall_began) > self._warn_after_seconds / 2:
+        if abs(began - self._stall_began) > max(self._warn_after_seconds / 2, _DELAY_SECONDS):
             self._last = None  # another wait, and the end of the one before was not told
         self._stall_began = began
         last = self._last if _is_same(report, self._last) else None
-        if last is not None and last.seconds <= report.seconds < 2 * last.seconds:
+        if last is not None and last.seconds <= report.seconds < 1.5 * last.seconds:
             return  # of another rank that waits, too
         is_longer = last is not None and last.seconds <= report.seconds
         self._last = report

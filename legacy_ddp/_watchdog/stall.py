@@ -37,6 +37,9 @@ _PEER = {"recv": "src", "recv_object_list": "src", "send": "dst", "send_object_l
 LOOKS = 4  # in warn_after_seconds
 # Of the time between two looks. A thread that runs all the time on the same line waits for a device in a busy loop.
 _SPINNING_SHARE = 0.8
+# Between two looks. A signal, or a debugger that reads stacks, wakes a waiting thread, which then waits on: 20 µs each.
+# A thread that gets something needs 100 µs at least, most of it for Python.
+_WAKE_SECONDS = 50e-6
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class Wait:
     seconds: float
     ranks: tuple[int, ...] = ()
     source: int = -1
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether it is a collective of all ranks of the job. That is not known of ``wait()`` of a Work."""
+        return not self.ranks and self.source < 0 and self.function != "wait"
 
 
 class _Seen(NamedTuple):
@@ -148,8 +156,9 @@ def _frames() -> list[FrameType]:
 def _has_moved(before: _Seen, now: _Seen) -> bool:
     if before[:3] != now[:3]:
         return True
-    is_spinning = now.cpu_seconds - before.cpu_seconds > _SPINNING_SHARE * (now.at - before.at)
-    return now.slices != before.slices and not is_spinning
+    cpu_seconds = now.cpu_seconds - before.cpu_seconds
+    is_spinning = cpu_seconds > _SPINNING_SHARE * (now.at - before.at)
+    return now.slices != before.slices and cpu_seconds > _WAKE_SECONDS and not is_spinning
 
 
 def _is_of_user(frame: FrameType) -> bool:

@@ -318,6 +318,7 @@ class GroupView:
     own: Endpoint
     peers: Sequence[Endpoint | None]
     global_ranks: Sequence[int]  # of every rank, counted in the job
+    job_size: int  # the ranks of the job
     status: RankStatus = field(default_factory=RankStatus)
 
     def others(self, ranks: Iterable[int]) -> list[Endpoint]:

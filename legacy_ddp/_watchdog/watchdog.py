@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from legacy_ddp._log import logger_of
 from legacy_ddp._steps.policy import local_work_text
@@ -87,7 +88,8 @@ class Watchdog:
             opened.callback(self._background.close)
             self._server = StatusServer(rank, self._answer, self._on_closed, self._look, _answer_locally)
             opened.pop_all()  # nothing failed: all of it stays open
-        self._view = GroupView(self._server.endpoint, [None] * size, global_ranks)
+        job_size = dist.get_world_size() if dist.is_initialized() else size
+        self._view = GroupView(self._server.endpoint, [None] * size, global_ranks, job_size)
         self._status = self._view.status
         self._status.payloads = self._payloads
         self._status.stall = StallWatch(warn_after_seconds)
@@ -290,7 +292,7 @@ class Watchdog:
             return
         message = {"request": "end", "rank": rank, "reason": reason}
         request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)
-        time.sleep(_ENDS_TOGETHER_SECONDS)
+        # Now, and not after another pause: a launcher ends this process soon after the other has ended.
         if not has_shown_error() and self in _open:
             text = f"{name_ranks([rank])} {reason}"
             logger_of(self.rank).warning("%s", text, extra={"event": "lost", "ranks": [rank]})

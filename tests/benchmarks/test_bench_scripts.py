@@ -65,6 +65,7 @@ RUNS: list[tuple[str, int, str, Any]] = [
     ("bench_trace", 0, "--steps 12 --parameters 3 --repeats 1", {"12": ["equal", "different", "ranks of one"]}),
     ("bench_memory", 0, "--models resnet --steps 3 --repeats 2 --variants 'torch DDP'", ["resnet"]),
     ("bench_wire", 0, "--seeds 0 --wires 'their own' float16 --steps 3", ["their own", "float16"]),
+    ("bench_watch", 0, "--repeats 1 --rounds 2", {"look_us": None, "columns": None}),
     ("torch_ddp_faults", 0, "--only nan --limit 10", {"nan": {"cell": "silent, NaN on all ranks"}}),
     ("bench_warm_call", 0, f"--repeats 1 --rounds 1 --steps 2 --warm-up 2 --against {ROOT}", {"ratio": None}),
 ]

@@ -81,7 +81,7 @@ CASES = {
     "kept on both ranks": Case(True, (0.75 + 1 + 0.75 + 2) / 4),
     "kept on rank 1": Case(True, (1 + 0.75 + 2) / 4, keeps=[1]),
     "kept, and not reached again": Case(True, (0.75 + 0.75) / 4, reaches=False),
-    "kept, not reached again, and in a list as another tensor": Case(True, (0.75 + 0.75) / 4, reaches=False, edit=_keep),
+    "kept, not reached again, and its memory in a list": Case(True, (0.75 + 0.75) / 4, reaches=False, edit=_keep),
     "kept, after a clip": Case(True, (0.375 + 1 + 0.375 + 2) / 4, edit=_halve),
     "kept on rank 1, items as many as ranks": Case(True, (1 + 1.5 + 2) / 2, keeps=[1], sizes=(1, 1)),
     "kept on a rank with items, other sizes": Case(True, (0.75 + 1 + 2) / 6, keeps=[0], second=(1, 5)),

@@ -3,6 +3,7 @@
 Run as a script, this file is a job of two ranks for every end in ENDS: ``test_ending.py FOLDER``.
 """
 
+import json
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ ENDS = {
     "sys.exit(0)": f"{LEFT_WELL} by sys.exit(0) {PLACE} <module>",
     "SystemExit": f"{LEFT} SystemExit: its status is not known here",
     "an exception": f"{LEFT} ValueError: bad batch, {PLACE} <module>",
+    "an exception of json": f"{LEFT} JSONDecodeError: Expecting value: line 1 column 1 (char 0), {PLACE} <module>",
     "the end of the script": f"{LEFT_WELL} at the end of its script",
     "os._exit()": "its process has ended",
     "a handler from before": f"{LEFT_WELL} at the end of its script, after SIGTERM",
@@ -129,6 +131,8 @@ if __name__ == "__main__":
             raise SystemExit(3)
         case "an exception":
             raise ValueError("bad batch")
+        case "an exception of json":
+            json.loads("")
         case "os._exit()":
             os._exit(3)
         case "a handler from before":

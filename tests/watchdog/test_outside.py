@@ -1,10 +1,13 @@
 """Waits and ends outside of the calls of the library: in collectives of the script, before and behind the training."""
 
+import dis
+import fcntl
 import re
+import signal
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -14,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp._watchdog.stall import LOOKS, _called
 from tests.helpers.listening import Training, listen, run_silently, said
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_scripts
@@ -84,6 +89,81 @@ def _waits_for_work(rank: int, folder: Path) -> None:
     work.wait()
 
 
+def _waits_under_signals(rank: int, folder: Path) -> None:
+    """Of a profiler, a timer or the scheduler: each wakes the thread, which waits on."""
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    main, is_over = threading.get_ident(), threading.Event()
+
+    def send() -> None:
+        for _ in range(100 * LOOKS):
+            if is_over.wait(SECONDS / LOOKS):
+                return
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    thread = threading.Thread(target=send)
+    if rank == 0:
+        _hold(folder, "innermost last")
+    else:
+        thread.start()
+    dist.barrier()
+    assert rank == 0 or thread.is_alive(), "it was told after the signals alone"
+    is_over.set()
+
+
+def _wait_for_each_other(rank: int, folder: Path) -> None:
+    """Two collectives in another order on rank 0. Once that is told, other threads make those that are missing."""
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    thread = threading.Thread(target=_go_on, args=(rank, groups, folder))
+    thread.start()
+    if rank == 0:
+        dist.all_reduce(torch.ones(1), group=groups[0])
+    else:
+        dist.broadcast(torch.ones(1), 0, group=groups[1])
+    thread.join()
+
+
+def _go_on(rank: int, groups: Sequence[Any], folder: Path) -> None:
+    _hold(folder, "innermost last")
+    if rank == 0:
+        dist.broadcast(torch.ones(1), 0, group=groups[1])
+    else:
+        dist.all_reduce(torch.ones(1), group=groups[0])
+
+
+def _loads_data(rank: int, folder: Path) -> None:
+    if rank == 0:
+        next(iter(DataLoader(_HeldData(folder), num_workers=1)))
+    dist.barrier()
+
+
+class _HeldData(Dataset[torch.Tensor]):
+    """Data whose worker waits, as for a lock that was held while it was forked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> torch.Tensor:
+        _hold(self._folder, "innermost last")
+        return torch.ones(1)
+
+
+def _locks_a_file(rank: int, folder: Path) -> None:
+    if rank == 0:
+        with (folder / "lock").open("w") as held, (folder / "lock").open("w") as wanted:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            threading.Thread(target=_unlock, args=(held, folder)).start()
+            fcntl.flock(wanted, fcntl.LOCK_EX)
+    dist.barrier()
+
+
+def _unlock(held: Any, folder: Path) -> None:
+    _hold(folder, "innermost last")
+    fcntl.flock(held, fcntl.LOCK_UN)
+
+
 def _told(rank: int, folder: Path, scene: Callable[[int, Path], None]) -> None:
     training = Training(folder, warn_after_seconds=SECONDS)
     scene(rank, folder)
@@ -117,10 +197,31 @@ TOLD = {
         rf"ranks 1-2 have waited \d+ s in wait\(\) {_place('_waits_for_work')}; rank 0 is not there: "
         rf"{_place('_hold')}, idle",
     ),
+    "signals": (
+        _waits_under_signals,
+        rf"ranks 1-2 have waited \d+ s in barrier\(\) {_place('_waits_under_signals')}; rank 0 is not there: "
+        rf"{_place('_hold')}, idle",
+    ),
+    "each other": (
+        _wait_for_each_other,
+        rf"rank 0 has waited \d+ s in all_reduce\(\) {_place('_wait_for_each_other')}; ranks 1-2 have waited \d+ s in "
+        rf"broadcast\(\) {_place('_wait_for_each_other')}; they wait for each other: make the same collectives in the "
+        "same order on every rank",
+    ),
+    "a worker of a loader": (
+        _loads_data,
+        rf"ranks 1-2 have waited \d+ s in barrier\(\) {_place('_loads_data')}; rank 0 is not there: "
+        rf"{_place('_loads_data')}, idle",
+    ),
+    "a file lock": (
+        _locks_a_file,
+        rf"ranks 1-2 have waited \d+ s in barrier\(\) {_place('_locks_a_file')}; rank 0 is not there: "
+        rf"{_place('_locks_a_file')}, idle",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", thorough_but(["receives", "subgroup", "work"], TOLD))
+@pytest.mark.parametrize("name", thorough_but(["receives", "subgroup", "work", "signals", "each other"], TOLD))
 def test_a_rank_that_others_wait_for_outside_of_calls_is_named_once_with_places_and_stacks(
     name: str, tmp_path: Path
 ) -> None:
@@ -166,6 +267,34 @@ def test_a_loop_that_moves_is_silent(tmp_path: Path) -> None:
     run_silently(_healthy, 3, tmp_path)
 
 
+def _one_is_slow(rank: int, folder: Path) -> None:
+    training = Training(folder, warn_after_seconds=1.5)
+    for _ in range(6):
+        training.step()
+        if rank == 0:
+            time.sleep(0.5)
+        dist.barrier()
+
+
+def test_a_rank_that_is_slow_in_every_step_is_not_mentioned(tmp_path: Path) -> None:
+    run_silently(_one_is_slow, 3, tmp_path)
+
+
+@pytest.mark.thorough
+def test_two_thousand_steps_with_collectives_of_the_script_are_silent(tmp_path: Path) -> None:
+    run_silently(_two_thousand_steps, 3, tmp_path)
+
+
+def _two_thousand_steps(rank: int, folder: Path) -> None:
+    training = Training(folder, warn_after_seconds=1.0)
+    for step in range(2000):
+        training.step()
+        dist.all_reduce(torch.ones(3))
+        dist.all_gather_object([None] * 3, step)
+        if step % 100 == 0:
+            dist.barrier()
+
+
 def _waits_in_a_call(rank: int, folder: Path) -> None:
     training = Training(folder, warn_after_seconds=SECONDS)
     if rank == 0:
@@ -177,6 +306,26 @@ def test_a_wait_in_a_call_is_told_by_the_call_alone(tmp_path: Path) -> None:
     run_ranks(partial(listen, _waits_in_a_call, tmp_path), 2, fresh=True)
 
     assert "outside of calls" not in said_by_any(tmp_path)
+
+
+def _works(work: Any, sleep: Callable[[float], None]) -> None:
+    work.wait()
+    sleep(1.0)
+
+
+def _listed(works: list[Any]) -> None:
+    works[0].wait()
+
+
+def test_a_wait_for_a_work_ends_with_its_statement() -> None:
+    """A work that had been waited for was told in every later line that called a function in C."""
+
+    def found(function: Callable[..., None]) -> list[tuple[str, str]]:
+        calls = [one for one in dis.get_instructions(function) if one.opname.startswith("CALL")]
+        return [_called(function.__code__, call.offset) for call in calls]
+
+    assert found(_works) == [("wait", "work"), ("", "")]
+    assert found(_listed) == [("wait", "")]
 
 
 # Before the first call
@@ -258,7 +407,8 @@ logging.getLogger("legacy_ddp").addFilter(_Tell())
 _OTHERS_GO_ON = """
 if rank == 1:
     raise ValueError("bad batch 17")
-while not os.path.exists("told"):
+end = time.monotonic() + 60
+while not os.path.exists("told") and time.monotonic() < end:
     time.sleep(0.02)
 """
 

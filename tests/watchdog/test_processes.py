@@ -205,6 +205,8 @@ def test_a_process_that_ends_while_its_threads_are_listed_is_no_error(monkeypatc
         ("left after all_reduce() call 2 with exit status 7, at train.py:9 in _stop, after SIGTERM", False),
         ("left without an error after all_reduce() call 2, at the end of its script", False),
         ("left because another rank was lost: rank 1 ended unexpectedly", False),
+        ("left all_reduce() call 2 with ValueError: bad batch", True),
+        ("left all_reduce() call 2 with KeyboardInterrupt", False),
     ],
 )
 def test_an_end_that_was_asked_for_or_that_follows_another_is_not_told(reason: str, expected: bool) -> None:
@@ -217,13 +219,17 @@ WORDS = "left because another rank was lost"
 
 
 class _Answers:
-    """A listener whose n-th answer is its state with ``changes[n]``, ``delays[n]`` seconds late."""
+    """A listener whose n-th answer is its state with ``changes[n]``, ``delays[n]`` seconds late.
+
+    ``answer_in_place``: of all these answers.
+    """
 
     def __init__(self, rank: int) -> None:
         self.count = 0
         self.changes: dict[int, dict[str, Any]] = {}
         self.delays: dict[int, float] = {}
         self.on_answer: Callable[[], object] = lambda: None
+        self.answer_in_place: dict[str, Any] | None = None
         self.server = StatusServer(rank, self._answer, lambda _rank, _exit_reason: None)
         self.server.start(None)
 
@@ -231,6 +237,8 @@ class _Answers:
         self.count += 1
         time.sleep(self.delays.get(self.count, 0.0))
         self.on_answer()
+        if self.answer_in_place is not None:
+            return self.answer_in_place
         return {**own_status(RankStatus(), []), **self.changes.get(self.count, {})}
 
 
@@ -293,7 +301,7 @@ def test_a_rank_that_left_a_call_is_called_dead_before_a_poll_only_if_its_proces
     """A rank that had raised in the call, and stood in a debugger, was dead in the first report of the others."""
     peers = [listeners[0].server.endpoint, listeners[1].server.endpoint, _dead_peer(2)]
 
-    rows = GroupView(peers[0], peers, range(len(peers))).local_rows(Failure("ranks 1-2 left", ranks=(1, 2)))
+    rows = GroupView(peers[0], peers, range(len(peers)), len(peers)).local_rows(Failure("ranks 1-2 left", ranks=(1, 2)))
 
     assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.LEFT, Outcome.ENDED]
     assert [row.process for row in rows] == [RUNNING, RUNNING, DEAD]
@@ -302,12 +310,12 @@ def test_a_rank_that_left_a_call_is_called_dead_before_a_poll_only_if_its_proces
 def _report(listeners: list[_Answers]) -> Report:
     """Of three ranks outside of calls."""
     peers = [listener.server.endpoint for listener in listeners]
-    return compose(GroupView(peers[0], peers, range(len(peers))).local_rows(None))
+    return compose(GroupView(peers[0], peers, range(len(peers)), len(peers)).local_rows(None))
 
 
 def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(listeners: list[_Answers]) -> None:
     peers = [listener.server.endpoint for listener in listeners]
-    view, background = GroupView(peers[2], peers, range(len(peers))), BackgroundTasks(2)
+    view, background = GroupView(peers[2], peers, range(len(peers)), len(peers)), BackgroundTasks(2)
     record = FailureRecord(view, cast(Any, _Saved()))
     exchange = ReportExchange(view, record, background, warn_after_seconds=60.0)
     arrived = _report(listeners)
@@ -333,7 +341,7 @@ def test_the_report_of_a_rank_that_was_found_late_is_fetched(
     monkeypatch.setattr("legacy_ddp._watchdog.exchange._report_seconds", lambda _size: seconds.pop(0))
     server = StatusServer(0, answer, lambda _rank, _exit_reason: None)
     server.start(None)
-    view, background = GroupView(server.endpoint, [server.endpoint], [0]), BackgroundTasks(0)
+    view, background = GroupView(server.endpoint, [server.endpoint], [0], 1), BackgroundTasks(0)
     exchange = ReportExchange(view, FailureRecord(view, cast(Any, _Saved())), background, warn_after_seconds=60.0)
 
     found = exchange.fetch(5, Failure("connection lost"))
@@ -342,6 +350,27 @@ def test_the_report_of_a_rank_that_was_found_late_is_fetched(
     server.close("")
     assert found.text == composed.text
     assert seconds == answers == []
+
+
+def test_a_report_is_fetched_from_the_next_rank_after_the_one_that_composed_it_has_ended(
+    listeners: list[_Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next rank was not asked behind the first time limit: "the missing rank is not known"."""
+    composed, first = _report(listeners), listeners[0]
+    first.answer_in_place = {}  # it composes
+    first.on_answer = lambda: (time.sleep(0.3), first.server.close(""))
+    for other in listeners[1:]:
+        other.answer_in_place = asdict(composed)
+    seconds = [0.1, 60.0, 60.0]
+    monkeypatch.setattr("legacy_ddp._watchdog.exchange._report_seconds", lambda _size: seconds.pop(0))
+    peers = [listener.server.endpoint for listener in listeners]
+    view, background = GroupView(peers[2], peers, range(len(peers)), len(peers)), BackgroundTasks(2)
+    exchange = ReportExchange(view, FailureRecord(view, cast(Any, _Saved())), background, warn_after_seconds=60.0)
+
+    found = exchange.fetch(5, Failure("connection lost"))
+
+    background.close()
+    assert found.text == composed.text
 
 
 def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -> None:
@@ -365,10 +394,20 @@ class _Saved:
         self.logged.append(f"{report.missing}: {text}")
 
 
+def test_the_end_of_a_rank_that_left_a_call_names_the_rank_once(listeners: list[_Answers]) -> None:
+    """The text of the failure, behind the name of the rank: "rank 1 rank 1 left all_reduce()"."""
+    peers = [listener.server.endpoint for listener in listeners]
+    record = FailureRecord(GroupView(peers[1], peers, range(len(peers)), len(peers)), cast(Any, _Saved()))
+
+    record.record_failure(Failure("rank 1 left all_reduce() call 4 with ValueError: bad batch", ranks=(1,)))
+
+    assert record.exit_reason() == "left all_reduce() call 4 with ValueError: bad batch"
+
+
 def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
     policy: Any = _Saved()
     peers = [listener.server.endpoint for listener in listeners]
-    record = FailureRecord(GroupView(peers[0], peers, range(len(peers))), policy)
+    record = FailureRecord(GroupView(peers[0], peers, range(len(peers)), len(peers)), policy)
 
     for reason, ranks in (("connection lost", ()), ("rank 1 has ended", (1,)), ("rank 1 is silent", (1,))):
         record.record_failure(Failure(reason, ranks=ranks), logs=True)

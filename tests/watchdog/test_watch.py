@@ -28,7 +28,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._explain.job import describe_job
-from legacy_ddp._explain.missing import poll_ranks
+from legacy_ddp._explain.missing import compose, poll_ranks
 from legacy_ddp._watchdog.client import Outcome, encode_message
 from legacy_ddp._watchdog.local import FORMAT, REQUEST_BYTES, LocalListener, ask, folder_of
 from legacy_ddp._watchdog.process import DEAD, DEBUGGER, RUNNING, STOPPED, Sample
@@ -292,7 +292,7 @@ def _a_job(*answers: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 def _described(*rows: Row, warn_after_seconds: float = 60.0, with_stacks: bool = False) -> dict[str, Any]:
-    return describe_job(rows, range(len(rows)), warn_after_seconds, with_stacks=with_stacks)
+    return describe_job(rows, range(len(rows)), len(rows), warn_after_seconds, with_stacks=with_stacks)
 
 
 def _sample(phase: str = "agree", seconds: float = 2.0, **changes: Any) -> Sample:
@@ -553,6 +553,32 @@ def test_a_wait_of_the_script_is_told_if_nothing_has_moved_between_the_polls(sec
     job = _described(waits, _row(1, **outside))
 
     assert (job["state"], job["missing"]) == (state, [1] if state != "moving" else [])
+
+
+@pytest.mark.parametrize(
+    "of, told",
+    [
+        ((), "; 2 other ranks of the job are outside of this process group, and not seen from here"),
+        ((4, 5), "; all of them are there; look at the network between them"),
+    ],
+)
+def test_a_group_that_is_a_part_of_the_job_says_that_it_does_not_see_the_rest(of: tuple[int, ...], told: str) -> None:
+    """A barrier of the whole job said "all of them are there", with the missing rank outside of the group."""
+    wait = Wait("barrier", "train.py:7 in main", 70.0, of)
+    rows = [_row(rank, wait=wait, in_call=False, sample=_sample("user code")) for rank in range(2)]
+
+    summary = describe_job(rows, [4, 5], 4, 60.0, with_stacks=False)["summary"]
+
+    assert summary == f"outside of calls: ranks 0-1 have waited 70 s in barrier() at train.py:7 in main{told}"
+
+
+def test_a_rank_that_stopped_early_and_waits_for_the_others_is_told_with_the_reason() -> None:
+    """It waits in the last barrier, and the other ranks in the next call."""
+    stopped = _row(1, in_call=False, serial=4, wait=Wait("barrier", "train.py:7 in main", 70.0))
+    text = " ".join(compose([_row(0), stopped, _row(2)]).text.split())
+
+    assert "missing rank 1 (" in text
+    assert "rank 1 waits in barrier() for the ranks in this call, and these for rank 1: make the same calls" in text
 
 
 def test_ranks_that_are_all_in_a_short_exchange_are_not_called_waiting() -> None:

@@ -1,0 +1,129 @@
+"""Waits and ends outside of the calls of the library, in jobs that torchrun starts, restarts and ends.
+
+Run as a script, this file is one rank: ``test_outside_under_torchrun.py STORY FOLDER``.
+"""
+
+import atexit
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp.debug._cli import main
+from tests.helpers.hosts import Hosts, reason_not_permitted
+from tests.helpers.scripts import fork_script
+from tests.helpers.tiers import count
+
+RANKS = 3
+RUNS = count(20, 3)
+WARN_SECONDS = 1.0
+SLOW_END_SECONDS = 1.5  # of a large process: workers of a loader to join, memory to free
+TOLD = "; rank 0 is not there: at "
+
+
+def _train(story: str, folder: Path) -> None:
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    if story == "raises" and rank == 1:
+        atexit.register(time.sleep, SLOW_END_SECONDS)  # registered first: runs last
+    # torchrun keeps its store for a restart, and gloo then finds the addresses of the first start.
+    store = {"init_method": f"file://{folder}/store-{attempt}", "rank": rank, "world_size": RANKS}
+    dist.init_process_group("gloo", **(store if story == "restarts" else {}))
+    model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=Checks(warn_after_seconds=WARN_SECONDS))
+    for _ in range(3):
+        model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        model.all_reduce()
+        model.zero_grad()
+    if story == "raises" or (story == "restarts" and attempt == 0):
+        try:
+            dist.all_gather_object([None] * RANKS, _evaluate(rank))
+        finally:
+            dist.destroy_process_group()  # closes the connections to the ranks that gather
+    if rank == 0:
+        time.sleep(3 * WARN_SECONDS)  # the others wait
+        if story == "restarts":
+            with (folder / "watch.txt").open("w") as output, redirect_stdout(output), redirect_stderr(output):
+                main(["watch", "--json"])
+            (folder / "sockets.txt").write_text(" ".join(path.name for path in folder.glob("legacy_ddp-*/*")))
+    dist.barrier()
+    time.sleep(WARN_SECONDS)  # for the line that the wait has ended
+    dist.destroy_process_group()
+
+
+def _evaluate(rank: int) -> int:
+    if rank == 1:
+        raise ValueError("bad batch 17")
+    return rank
+
+
+def _run(story: str, folder: Path, *options: str) -> tuple[int, str]:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *options)
+    job = fork_script(*launch, __file__, story, str(folder), forks_children=True)
+    return job.returncode, job.stderr
+
+
+def _told(text: str) -> list[str]:
+    """What the library has said, with whole sentences."""
+    return re.findall(r"WARNING legacy_ddp rank \d: (.*?)(?=\n\S|\n\n|\Z)", text, re.DOTALL)
+
+
+@pytest.mark.slow
+def test_the_rank_that_raised_while_the_others_gather_is_the_root_cause_for_torchrun(tmp_path: Path) -> None:
+    """It was any rank: all of them ended within a tenth of a second, and torchrun names the lowest of these."""
+    roots = []
+    for number in range(RUNS):
+        (folder := tmp_path / str(number)).mkdir()
+        status, text = _run("raises", folder)
+        root = re.search(r"Root Cause.*?rank +: (\d+)", text, re.DOTALL)
+        assert status == 1, text
+        roots.append(root and root[1])
+
+    assert roots == ["1"] * RUNS
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_job_that_torchrun_has_restarted_is_watched_without_a_trace_of_the_first_start(tmp_path: Path) -> None:
+    status, text = _run("restarts", tmp_path, "--max-restarts", "1")
+    before, _, after = text.partition("bad batch 17, at ")
+
+    assert status == 0, text
+    assert "rank 1 left after all_reduce() call 3 with ValueError: " in before
+    (job,) = json.loads((tmp_path / "watch.txt").read_text())["jobs"]
+    assert (job["size"], job["missing"]) == (RANKS, [0])
+    assert sorted((tmp_path / "sockets.txt").read_text().split()) == sorted(map(str, job["pids"]))
+    told = [one for one in _told(after) if "this rank ends because" not in one]
+    assert [" ".join(one.split()).partition(" at ")[0] for one in told[:1]] == [
+        f"outside of calls: ranks 1-2 have waited {int(WARN_SECONDS)} s in barrier()"
+    ], text
+    assert TOLD in " ".join(told[0].split())
+    assert told[-1].startswith("the wait outside of calls has ended")
+    assert list(tmp_path.glob("legacy_ddp-*/*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
+def test_a_wait_outside_of_calls_is_shown_once_on_every_host(tmp_path: Path) -> None:
+    with Hosts(2) as hosts:
+        results = hosts.torchrun(__file__, "waits", str(tmp_path), nproc_per_node=2).wait(120.0)
+
+    for result in results:
+        told = [" ".join(one.split()) for one in _told(result.text)]
+        in_full = [one for one in told if TOLD in one and not one.endswith(", as reported")]
+        assert len(in_full) == 1, result.text
+        assert in_full[0].startswith("outside of calls: ranks 1-3 have waited ")
+        assert told.count("the wait outside of calls has ended") == 1
+
+
+if __name__ == "__main__":
+    _train(sys.argv[1], Path(sys.argv[2]))
