@@ -161,7 +161,7 @@ def test_a_rank_that_does_something_else_gets_a_line_that_says_what_and_no_repor
     results, lines = run(_works_alone, world_size, tmp_path, who, what)
 
     waits = results[who - 1]
-    assert waits[-1] > 3 * WARN_SECONDS
+    assert waits[-1] > 2 * WARN_SECONDS  # a report would be due
     assert 1 <= len(lines) <= _warnings_due(waits)
     where = _OTHER_WORK[what][1]
     for line in lines:
