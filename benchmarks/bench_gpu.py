@@ -121,15 +121,15 @@ def copies(module: nn.Module) -> list[Variant]:
     return [
         Variant("copy_ of the same bytes", partial(torch.empty_like(source).copy_, source)),
         Variant("pack", partial(_pack, buffer, gradients)),
-        Variant("unpack", partial(buffer.alias, plan.parameters, [DENSE] * len(gradients))),
+        Variant("unpack", partial(buffer.alias, plan.parameters, [DENSE] * len(gradients), None)),
         Variant("digest", partial(digest_all, gradients)),
     ]
 
 
 @torch.no_grad()
 def _pack(buffer: FlatBuffer, gradients: Sequence[torch.Tensor]) -> None:
-    buffer.match_views(gradients)
-    buffer.pack(gradients)
+    buffer.look_at(gradients, are_used=True)
+    buffer.pack(gradients, copy=True)
 
 
 def measure_on_device(

@@ -50,7 +50,7 @@ def _rank_column(left: int) -> list[str]:
 def layers() -> str:
     """The folders of the package in the order of imports."""
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
-        ("tools", (("debug/", "recorder, command"), ("lightning/", "strategies"), ("data", "sampler"))),
+        ("tools", (("debug/", "recorder, command"), ("lightning", "strategies"), ("data", "sampler"))),
         ("front", (("_wrapper", "the class, and the function for a plain module"),)),
         ("after a fault", (("_explain/", "which ranks, which parameter, which cause"),)),
         ("operations", (("_call/", "all_reduce, broadcast, join: one line for each stage"),)),

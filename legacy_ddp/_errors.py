@@ -23,8 +23,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ContextDecorator
 from importlib import import_module
 from types import TracebackType
 from typing import Any, ClassVar, Never, ParamSpec, TypeVar
@@ -163,16 +163,17 @@ for _item in tuple(globals().values()):
         _item.anchor, _item._section = _item.__name__.lower(), _item.__name__
 
 
-@contextmanager
-def _explaining() -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        add_explanation(error)
-        raise
+class ArgumentErrors(ContextDecorator):
+    """Decorates a function: :func:`add_explanation` to the error that leaves it. Also for a block."""
 
+    def __enter__(self) -> None:
+        pass
 
-argument_errors = _explaining()  # a decorator: add_explanation() to the error that leaves a function
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            add_explanation(error)
 
 
 def add_explanation(error: BaseException) -> None:
@@ -191,6 +192,9 @@ def add_explanation(error: BaseException) -> None:
 def _is_of_library(trace: TracebackType | None) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
     return not frames or frames[-1].f_code.co_filename.startswith(_LIBRARY)
+
+
+argument_errors = ArgumentErrors()
 
 
 def import_error(text: str) -> ImportError:

@@ -27,10 +27,6 @@ from legacy_ddp._wrapper import LegacyDistributedDataParallel
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
-    from lightning.fabric.strategies.ddp import DDPStrategy as _FabricStrategy
-    from lightning.fabric.strategies.registry import _StrategyRegistry
-    from lightning.fabric.strategies.strategy import _BackwardSyncControl
-    from lightning.pytorch.strategies import DDPStrategy as _TrainerStrategy
     from lightning.pytorch.strategies import StrategyRegistry
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "lightning":  # a requirement of lightning is missing
@@ -39,6 +35,11 @@ except ModuleNotFoundError as error:
         "legacy_ddp.lightning needs the package lightning, 2.4 or newer, and it is not installed (pytorch_lightning is "
         "a different package); run: pip install 'legacy_ddp[lightning]'"
     ) from error
+
+from lightning.fabric.strategies.ddp import DDPStrategy as _FabricStrategy
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.pytorch.strategies import DDPStrategy as _TrainerStrategy
 
 __all__ = ["LegacyDDPFabricStrategy", "LegacyDDPStrategy"]
 

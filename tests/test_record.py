@@ -237,7 +237,7 @@ def test_payload_bytes_and_norm_are_those_of_the_gradients_that_travel(
     "value, norm, finite", [(1e20, 2**0.5 * 1e20, True), (float("inf"), float("inf"), False), (3e38, 4.2426e38, True)]
 )
 def test_the_norm_of_large_gradients_does_not_overflow(value: float, norm: float, finite: bool) -> None:
-    model = wrap(checks=Checks(nonfinite="ignore"))
+    model = wrap(checks=Checks(nonfinite="raise" if finite else "ignore"))
     add_gradients(model, value)
 
     (row,) = model.all_reduce().rows

@@ -123,7 +123,7 @@ def _exchange(
     flags = agreement.some_flags | ALWAYS
     for check in checks.with_compare_on_cpu if is_on_cpu else checks.with_compare:
         if check.is_on and check.awaits & flags and (text := check.compare(step, agreement)):
-            synchronizer.warnings.add(call, text, check.section)
+            synchronizer.warnings.add(call, text, check.section, is_everywhere=True)
     has_metrics = packed.metrics or not agreement.is_uniform  # or another rank may have them
     metrics = sum_metrics(call, agreement, packed.metrics) if has_metrics else {}
     reduced = transport.settle(call, plan, packed).reduce(call, plan, packed, agreement)

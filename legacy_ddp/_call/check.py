@@ -161,7 +161,9 @@ class Check:
 
     precedence = Precedence.OTHER  # the place of the error of mismatch() among such errors
     section = ""  # of docs/errors.md, about the warnings of the check
-    awaits = ALWAYS  # compare() and observe() are called only if some rank has one of these flags
+    # compare() and observe() are called only if some rank has one of these flags. A collective compare() must await the
+    # flags that lead to its collective, on every rank and at any time.
+    awaits = ALWAYS
     is_on = True  # the settings of this rank want the check, and it was not closed
 
     def __init__(self, subject: Subject) -> None:
@@ -213,7 +215,7 @@ class Warnings:
         # The rank of the log record, the text, its section, and whether every rank has this text.
         self.pending: list[tuple[int, str, str, bool]] = []
 
-    def add(self, call: Call, text: str, section: str, *, is_everywhere: bool = True) -> None:
+    def add(self, call: Call, text: str, section: str, *, is_everywhere: bool) -> None:
         self.pending.append((call.groups.rank, call.name_in_full(text), section, is_everywhere))
 
     def emit(self) -> None:

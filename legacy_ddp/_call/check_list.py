@@ -345,7 +345,7 @@ class CheckList:
         self.with_facts_on_cpu = [check for check in self.with_facts if check is not self.late]
         self.with_compare_on_cpu = [check for check in self.with_compare if check is not self.late]
         self.with_end = _overriding(checks, "end")
-        # Rank 0 calls these after the call, each until it has a text.
+        # Rank 0 calls these after a call with a flag that they await, each until it has returned a text.
         self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
         self.with_forward = _overriding(checks, "begin_forward")
         self.with_block = _overriding(checks, "change_block")

@@ -19,7 +19,7 @@ from legacy_ddp._memory.plan import Plan
 from legacy_ddp._ranks.agree import Agreement
 from legacy_ddp._ranks.header import Flag
 from legacy_ddp._statistics import RECENT_NORMS, LimitDetector, comparable_norm
-from legacy_ddp._steps.step_counter import last_scalers, unscaled_ids, watch_steps
+from legacy_ddp._steps.step_counter import last_scalers, unscaled_ids
 from legacy_ddp._text import name_ranks, wrap
 
 _SAMPLE = 2**16  # elements that are searched for the greatest
@@ -128,8 +128,6 @@ class EditedGradients(Check):
         self.is_on = subject.settings.checks.edited_policy != "allow"
         self._raises = subject.settings.checks.edited_policy == "raise"
         self._values = EditedValues()
-        if self.is_on:
-            watch_steps()
 
     def facts(self, step: LocalStep) -> None:
         header, counter, plan = step.header, step.counter, step.plan

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._call.reduce import SMALLEST_PIECE_BYTES, Payload, Reducer, fill_missing, split_divisor
+from legacy_ddp._call.reduce import SMALLEST_PIECE_BYTES, Payload, Reducer, Runs, fill_missing, split_divisor
 from legacy_ddp._memory.layout import Bucket, Run, as_real, cut_runs, sum_dtype, wire_dtype
 from legacy_ddp._memory.segment import Segment, map_segment, no_memory_text
 from legacy_ddp._ranks.call import Call
@@ -303,11 +303,12 @@ class HostReducer(Reducer):
         self._order: Order = TreeOrder() if settings.reproducible else RankOrder(settings.reduce_dtype)
 
     def reduce(self, call: Call, payload: Payload) -> int:
+        runs = self.dense_runs(payload)
         if self._order.has_gaps and not payload.has_same_mask:  # ranks have gradients in different slots
-            for (buffer, share), runs in zip(self.buffers_of(payload), self.dense_runs(payload), strict=True):
-                fill_missing(payload, buffer, share, runs, buffer.flat)
+            for (buffer, share), own_runs in zip(self.buffers_of(payload), runs, strict=True):
+                fill_missing(payload, buffer, share, own_runs, buffer.flat)
             call.barrier()
-        works, size_bytes = self._kept_works(call, payload)
+        works, size_bytes = self._kept_works(call, payload, runs)
         self._sum(call, works, payload.divisor)
         call.barrier()
         return size_bytes
@@ -322,16 +323,16 @@ class HostReducer(Reducer):
     def _works_of(self, memory: HostMemory, runs: Sequence[Run]) -> Sequence[Work]:
         return [Work(memory.bucket.label, memory.chunks(memory.own_parts(runs), self._order))]
 
-    def _kept_works(self, call: Call, payload: Payload) -> tuple[Sequence[Work], int]:
+    def _kept_works(self, call: Call, payload: Payload, runs: Runs) -> tuple[Sequence[Work], int]:
         """The work of this rank for all buckets, and the bytes of their runs."""
         ranks = call.groups.host_ranks
-        key = tuple(map(self._memory.segments.__getitem__, ranks)), bytes(payload.kinds)
+        key = tuple(map(self._memory.segments.__getitem__, ranks)), runs
         # Kept from call to call, because making the views takes a seventh of a call.
         kept: tuple[Sequence[Work], int] | None = self._memory.views.get(key)
         if kept is None:
             works: list[Work] = []
             size_bytes, own = 0, ranks.index(call.groups.rank)
-            for place, (index, own_runs) in enumerate(zip(self.buckets, self.dense_runs(payload), strict=True)):
+            for place, (index, own_runs) in enumerate(zip(self.buckets, runs, strict=True)):
                 bucket = payload.plan.layout.buckets[index]
                 works += self._works_of(self._map(bucket, place, ranks, own), own_runs)
                 size_bytes += sum(stop - start for start, stop in own_runs) * bucket.dtype.itemsize

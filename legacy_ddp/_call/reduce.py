@@ -23,6 +23,8 @@ from legacy_ddp._reproducible import LeafSums
 # A smaller second collective costs more than it gains. More than two gain nothing: a gloo group has two threads.
 SMALLEST_PIECE_BYTES = 8 * 2**20
 
+Runs = tuple[tuple[Run, ...], ...]  # of each bucket
+
 
 @dataclass
 class Payload:
@@ -44,6 +46,7 @@ class Reducer(ABC):
 
     def __init__(self, buckets: Sequence[int]) -> None:
         self.buckets = buckets
+        self._runs: tuple[Sequence[int], Runs] = ((), ())  # of the kinds of the last call
 
     def prepare(self, call: Call, payload: Payload) -> None:  # noqa: B027 - most reducers prepare nothing
         """Collective: run functions of the user, before the payload phase. No flat tensor changes."""
@@ -60,13 +63,18 @@ class Reducer(ABC):
         ranges = payload.plan.slot_ranges
         return [ranges[index] for index in self.buckets]
 
-    def dense_runs(self, payload: Payload) -> list[list[Run]]:
+    def dense_runs(self, payload: Payload) -> Runs:
         """Per bucket the runs of slots with a dense gradient on any rank, with small gaps between them."""
+        kinds, runs = self._runs
+        if payload.kinds == kinds:
+            return runs
         are_dense = [kind == DENSE for kind in payload.kinds]
-        return [
-            buffer.bucket.runs(are_dense[share], max_gap=buffer.bucket.max_gap)
+        runs = tuple(
+            tuple(buffer.bucket.runs(are_dense[share], max_gap=buffer.bucket.max_gap))
             for buffer, share in self.buffers_of(payload)
-        ]
+        )
+        self._runs = payload.kinds, runs
+        return runs
 
 
 class GroupReducer(Reducer):

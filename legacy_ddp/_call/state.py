@@ -195,7 +195,7 @@ class Synchronizer:
         """If all ranks have the flag of ``late.flush_flag()`` in their headers, wait for the devices, and add the
         warning about earlier calls, which the caller shows. Collective with the flag."""
         if agreement.common_flags & Flag.WATCHED and (text := self.checks.late.flush(call)):
-            self.warnings.add(call, text, self.checks.late.section)
+            self.warnings.add(call, text, self.checks.late.section, is_everywhere=True)
 
     def note_new_parameters(self, plan: Plan) -> None:
         """Note a broadcast of the parameters. It does not count as a step."""

@@ -230,7 +230,7 @@ class Transport:
             "gloo carries the gradients of this model from now on: slower, and with sums that may be rounded in another"
             f"\norder; mend the cause and start again, or {call.settings.how_to_carry('gloo')}"
         )
-        self._warnings.add(call, text, "Shared memory has failed")
+        self._warnings.add(call, text, "Shared memory has failed", is_everywhere=True)
 
     def _dense_parts(self, layout: Layout, memory: PeerMemory | None) -> list[Reducer]:
         every, settings = range(len(layout.buckets)), self._planner.settings

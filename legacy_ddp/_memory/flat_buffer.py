@@ -187,9 +187,9 @@ class FlatBuffer:
         self.spare: SlotViews | None = None  # kept from an earlier call, if the user keeps a gradient of every call
         self._views_lock = threading.Lock()  # backward passes may run in several threads
         self.moves_enabled = True  # False while the flat tensor holds values that are still needed
-        self.is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot, as of check()
+        self.is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot, as of look_at()
         self._was_view = self.is_view  # the same when the call began: pack() may move all gradients
-        self.kinds: Sequence[int] = ()  # of the gradients that the last check() found usable
+        self.kinds: Sequence[int] = ()  # of the gradients, as of look_at(); all absent if they are not used
         self._held: frozenset[int] = frozenset()  # the slots with a result of the last call in memory of the script
         # Identity and version of the gradient that the last call left for each slot, where some of them are not views.
         self._result_identities: list[object] = []
@@ -216,10 +216,11 @@ class FlatBuffer:
         """The tensor for collectives: the flat tensor's memory, or its copy in the dtype for sending."""
         return self.views.transport_view if self.wire is None else self.wire
 
-    def check(self, grads: Sequence[torch.Tensor | None], *, are_used: bool) -> None:
+    def look_at(self, grads: Sequence[torch.Tensor | None], *, are_used: bool) -> None:
         """Note which gradients (one per slot) are the views of their slots; if they are used, refuse unusable ones."""
         views, count = self._views, len(grads)
         self.is_view = self._was_view = [False] * count if views is None else views.match_views(grads)
+        self.kinds = [ABSENT] * count
         if not are_used:
             return
         # All at once: every gradient is there and like its slot, in shape, strides and dtype, and plain.

@@ -253,7 +253,7 @@ class Plan:
         With ``are_used=False`` gradients are neither checked nor copied.
         """
         for buffer, slots in self.slot_ranges:  # all of them, before anything is copied
-            buffer.check(grads[slots], are_used=are_used)
+            buffer.look_at(grads[slots], are_used=are_used)
         for buffer, slots in self.slot_ranges:
             buffer.pack(grads[slots], copy=are_used)
 

@@ -190,13 +190,13 @@ class Call(Gatherer):
         return f"{self.full_name}:{text.removeprefix(head)}" if text.startswith(head) else text
 
     def prepare_watchdog(self) -> None:
-        """Make the watchdog in the first call on the group, unless checks are off. OSError: no file or socket."""
+        """Make the watchdog, unless checks are off, before endpoints are exchanged. OSError: no file or socket."""
         if watchdog := self.groups.open_watchdog(self.checks):
             watchdog.begin(self.full_name, is_early=self.is_early)
 
     def exchange_endpoints(self) -> None:
-        """Collective, once per group, after its first matching headers: exchange the endpoints of the watchdogs, and
-        connect the hosts."""
+        """Collective, after the first matching headers of a group: exchange the endpoints of the watchdogs, and connect
+        the hosts. Never a second time (``endpoints_exchanged``)."""
         watchdog = self.groups.watchdog
         endpoints = self.gather_objects("" if watchdog is None else watchdog.endpoint().decode())
         if watchdog is not None:
@@ -228,7 +228,9 @@ class Call(Gatherer):
         """The phase of the payload. The watchdog watches the devices ``places`` also after the end of the call."""
         watchdog = self.groups.watchdog
         # On gloo the host waits in the call itself.
-        watched = [place for place in places if not self.groups.is_private(self.groups.payload(place))]
+        watched = []
+        if watchdog is not None:
+            watched = [place for place in places if not self.groups.is_private(self.groups.payload(place))]
         with self.phase("payload"):
             if watchdog is not None and watched:
                 watchdog.begin_payload(watched)

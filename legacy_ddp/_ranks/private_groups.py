@@ -205,7 +205,7 @@ class Groups:
         return internals.connect_gloo(internals.PrefixStore(name, self._store), rank, size, self._timeout)
 
     def open_watchdog(self, checks: Checks) -> Watchdog | None:
-        """Make the watchdog in the first call on the group, unless ``checks`` are off. Returns a new one, or None."""
+        """Make the watchdog, unless ``checks`` are off. Returns a new one, or None. Before endpoints are exchanged."""
         if self.watchdog is not None or checks.level == "off":
             return None
         watchdog = Watchdog(

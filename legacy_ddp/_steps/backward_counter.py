@@ -299,10 +299,9 @@ class BackwardCounter:
     def stale(self, parameters: Sequence[torch.Tensor], *, is_weighted: bool) -> list[int]:
         """Positions of the parameters with a gradient that holds an earlier result, with a backward added or without.
 
-        Those of which a later call has divided the result again, or all if this call divides (``is_weighted``).
+        Those of which a later call has divided the result again, or all if this call divides (``is_weighted``). Called
+        only if there may be such.
         """
-        if not (is_weighted or self.divided):
-            return []
         found = _find_results(self.reached(parameters), ResultSums.contains) if _have_additions() else []
         if 0 in self._counts:
             found += [
@@ -490,7 +489,7 @@ def _have_additions() -> bool:
 
 
 def note_uses(optimizer: torch.optim.Optimizer) -> None:
-    """A step of ``optimizer`` has used results of calls."""
+    """A step of ``optimizer`` has ended: note which results of calls it may have used."""
     if not any(counter.sums.awaits_step for counter in _all_counters()):  # no backward has added to a result until now
         return
     for group in optimizer.param_groups:

@@ -64,7 +64,7 @@ def _happen(fault: str, model: LegacyDistributedDataParallel) -> None:
 @pytest.mark.parametrize(
     "fault, handling, root",
     [
-        ("raises", "", 1),
+        thorough("raises", "", 1),  # test_outside_under_torchrun has it beside waiting ranks
         thorough("raises", "destroyed", 1),
         thorough("raises", "exits", 1),
         thorough("is killed", "exits", 1),

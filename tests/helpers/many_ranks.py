@@ -68,7 +68,7 @@ def run_kinds(kinds: Sequence[int], action: Callable[[Call, int], T]) -> list[tu
             endpoints_exchanged=True,
             timeout=lambda _seconds: timedelta(seconds=_SECONDS),
             is_private=lambda _group: True,
-            note_issued=lambda: None,
+            counting_device=None,
         )
         with Call(GroupState(cast(Any, groups)), Operation.ALL_REDUCE, Settings(), "Net") as call:
             return action(call, kind), star.received

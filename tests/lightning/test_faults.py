@@ -12,7 +12,6 @@ import pytest
 from tests.helpers.lightning_scenarios import LOADED, needs_lightning
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_script, fork_scripts
-from tests.helpers.tiers import thorough
 
 pytestmark = needs_lightning
 
@@ -65,7 +64,8 @@ def test_an_exception_on_one_rank_is_shown_and_ends_the_other() -> None:
     ), job
 
 
-@pytest.mark.parametrize("framework", [thorough("trainer"), "fabric"])
+@pytest.mark.parametrize("framework", ["trainer", "fabric"])
+@pytest.mark.thorough
 def test_a_rank_that_hangs_is_named_with_its_line_and_does_not_outlive_the_job(framework: str) -> None:
     job = ended()[framework, "hang"]
 

@@ -946,8 +946,8 @@ STEPS = (
     ),
     Mutant(
         "a plain call forgets which results were divided again",
-        "if not (is_weighted or self.divided):",
-        "if not is_weighted:",
+        "header.participation == Participation.SAMPLES) or counter.divided:",
+        "header.participation == Participation.SAMPLES):",
         "tests/steps/test_divided_results.py -k not_stepped",
     ),
     Mutant(

@@ -65,7 +65,8 @@ def _train(rank: int, what: str, name: str, checks: str, forgotten: int) -> tupl
 @pytest.mark.cpu("it compiles for the CPU")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thorough_but(["AdamW"], _OPTIMIZERS))
-@pytest.mark.parametrize("what", [thorough("model"), thorough("optimizer"), "step", thorough("step with closure")])
+@pytest.mark.parametrize("what", ["model", "optimizer", "step", "step with closure"])
+@pytest.mark.thorough
 def test_the_guard_adds_no_graph_and_compiles_nothing_again(what: str, name: str) -> None:
     ((graphs, again, refused),) = run_ranks(_train, 1, what, name, "info", -1, timeout_seconds=120, fresh=True)
 

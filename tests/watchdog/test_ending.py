@@ -1,6 +1,6 @@
 """The error that ends a process, behind the exit code that came of it, and what other ranks are told about an end.
 
-Run as a script, this file is a job of two ranks for every end in ENDS: ``test_ending.py FOLDER``.
+Run as a script, this file is a job of two ranks for every named end of ENDS: ``test_ending.py FOLDER END...``.
 """
 
 import json
@@ -8,15 +8,17 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from legacy_ddp import LegacyDistributedDataParallel, PeerLostError
 from tests.helpers.scripts import run_script
+from tests.helpers.tiers import thorough
 
 LEFT, LEFT_WELL = "left after all_reduce() call 1 with", "left without an error after all_reduce() call 1,"
 PLACE = "at test_ending.py:N in"
@@ -76,10 +78,10 @@ def _exit_with(code: object, context: BaseException | None, cause: BaseException
     return end
 
 
-def _run_jobs(folder: Path) -> str:
+def _run_jobs(folder: Path, ends: Sequence[str]) -> str:
     """A job per end, all at the same time: the text of the error on rank 0. In rank 1: what shall end it."""
     jobs = []
-    for number, end in enumerate(ENDS):
+    for number, end in enumerate(ends):
         jobs.append([])
         for rank in (0, 1):
             jobs[-1].append(os.fork())
@@ -108,19 +110,26 @@ def _train(rank: int, store: Path, number: int) -> None:
         os._exit(0)
 
 
-def test_the_other_ranks_are_told_the_exit_status_of_a_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ["sys.exit(3)", "an exception", "os._exit()", "a handler from before", "sys.exit(0) in a handler"],
+        thorough([*ENDS]),
+    ],
+)
+def test_the_other_ranks_are_told_the_exit_status_of_a_script(ends: list[str], tmp_path: Path) -> None:
     """``sys.exit(1)``, and later an end after a SIGTERM, read "left normally; did it run out of data?"."""
-    told = dict(line.split(" ", 1) for line in run_script(__file__, str(tmp_path)).stdout.splitlines())
+    told = dict(line.split(" ", 1) for line in run_script(__file__, str(tmp_path), *ends).stdout.splitlines())
 
-    assert len(told) == len(ENDS)
-    for number, expected in enumerate(ENDS.values()):
+    assert len(told) == len(ends)
+    for number, expected in enumerate(map(ENDS.__getitem__, ends)):
         text = re.sub(r"\.py:\d+", ".py:N", told[str(number)])
         assert f"missing rank 1 ({expected}, on host" in text, text
         assert ("Possible reasons:" in text) is (expected.startswith(LEFT_WELL) and "after SIG" not in expected)
 
 
 if __name__ == "__main__":
-    match _run_jobs(Path(sys.argv[1])):
+    match _run_jobs(Path(sys.argv[1]), sys.argv[2:]):
         case "sys.exit(3)":
             sys.exit(3)
         case "sys.exit() with a text":

@@ -141,7 +141,7 @@ def draw_charts(series: Series, labels: Sequence[str]) -> list[Chart]:
     steps = {int(step) for calls in series.calls for step in calls.steps}
     parameters = series.parameters.grid
     # Equal columns in all charts, unless rank 0 lacks steps of other ranks.
-    grid = Grid.of(steps, [parameters.first])
+    grid = parameters if parameters.holds(steps) else Grid.of(steps)
     axis = Axis(min(parameters.left, grid.left), max(parameters.right, grid.right))
     return [
         *metric_charts(axis, series.metrics, series.calls, labels),

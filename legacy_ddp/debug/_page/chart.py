@@ -73,6 +73,13 @@ class Grid:
         return Grid(first, stride, Bins.at_most((known[-1] - first) // stride + 1, MAX_COLUMNS), start)
 
     @property
+    def last(self) -> int:
+        return self.first + (self.bins.total - 1) * self.stride
+
+    def holds(self, steps: Collection[int]) -> bool:
+        return all(self.first <= step <= self.last and not (step - self.first) % self.stride for step in steps)
+
+    @property
     def count(self) -> int:
         return self.bins.count
 

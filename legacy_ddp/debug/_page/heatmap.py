@@ -42,6 +42,7 @@ _DECADES = 12  # of norms
 _WAIT_DECADES = 4
 _MAX_STRAGGLERS = 8
 _MAX_LABEL = 16  # characters beside a row
+_LABEL_END = 7  # characters
 _NORM_CAPTION = (
     "The norm is that of the reduced gradient, which all ranks should hold alike (here from rank 0). Ranks differ: "
     "in the reduced gradient, or in the parameter after the step."
@@ -211,13 +212,13 @@ def parameter_chart(axis: Axis, series: Series) -> Chart:
 def _row_labels(names: Sequence[str]) -> tuple[str, str]:
     """Labels of a row with these parameters: that of the hover, and that of the axis."""
     short = names[0].strip("'\"").replace("$$", "$ $")  # bokeh reads two dollar signs as TeX
-    if len(short) > _MAX_LABEL:  # m.e.l.4.weight
-        short = re.sub(r"([a-zA-Z_])\w*\.", r"\1.", short)
-    if len(short) > _MAX_LABEL:
-        short = "…" + short[1 - _MAX_LABEL :]
-    if len(names) == 1:
-        return names[0], short
-    return f"{names[0]} to {names[-1]} ({len(names)} parameters)", short
+    more = f" +{len(names) - 1}" if len(names) > 1 else ""
+    room = _MAX_LABEL - len(more)
+    if len(short) > room:  # keeps the numbers: e.l.10.n1.weight
+        short = re.sub(r"([a-zA-Z_])\w*?(\d*)\.", r"\1\2.", short)
+    if len(short) > room:  # keeps the layer and the end: e.l.10.s…_weight
+        short = f"{short[: room - _LABEL_END - 1]}…{short[-_LABEL_END:]}"
+    return f"{names[0]} to {names[-1]} ({len(names)} parameters)" if more else names[0], short + more
 
 
 def wait_chart(axis: Axis, calls: CallTable, grid: Grid, label: str) -> Chart:

@@ -80,7 +80,10 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Changes, a remark, or both. ``page``: a key of ``PAGES`` in :mod:`port`. ``is_open``: the user decides."""
+    """Changes, a remark, or both.
+
+    ``page``: a key of ``PAGES`` (:mod:`legacy_ddp.debug._port`). ``is_open``: the user decides.
+    """
 
     line: int
     page: str

@@ -114,9 +114,11 @@ def reducing_optimizers(script: Script) -> list[tuple[str, ast.Call]]:
     found: dict[str, ast.Call] = {}
     for call in collectives(script):
         home, scope = script.class_of(call), script.scope(call)
+        if not is_optimizer(script, home):
+            continue
         named = {name for name in script.bound if "grad" in name and any(at is scope for at, _ in script.bound[name])}
         gradients = Gradients(frozenset(named)).of(scope)
-        if is_optimizer(script, home) and any(map(gradients.carries, values_given(call))):
+        if any(map(gradients.carries, values_given(call))):
             found.setdefault(getattr(home, "name", ""), call)
     return [*found.items()]
 
