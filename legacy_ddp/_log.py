@@ -30,6 +30,8 @@ INNER = (LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.
 _BACKWARD = os.path.join(os.path.dirname(torch.__file__), "autograd", "graph.py")  # its frame calls the engine
 _PATHS = sysconfig.get_paths()
 _INSTALLED = tuple(os.path.join(_PATHS[kind], "") for kind in ("stdlib", "purelib", "platlib"))
+# What starts an installed package: python -m, and the command that pip has made.
+_STARTERS = ("<frozen", os.path.join(_PATHS["scripts"], ""))
 _MAX_COLUMNS = 200  # compiled code may have any name
 _MAX_LINES = 16  # recursion may have thousands
 TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
@@ -323,7 +325,7 @@ def line_in_script(error: BaseException) -> str:
     """
     links = takewhile(lambda link: not _file(link).startswith(LIBRARY), _links(error.__traceback__))
     outer = [link for link in links if not _file(link).startswith(INNER)]
-    of_script = [link for link in outer if not _file(link).startswith(_INSTALLED)] or outer
+    of_script = [link for link in outer if not _file(link).startswith((*_INSTALLED, *_STARTERS))] or outer
     return _place(of_script[-1].tb_frame.f_code, of_script[-1].tb_lineno) if of_script else ""
 
 

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import fork_script, fork_scripts
+from tests.helpers.scripts import fork_script, fork_scripts, run_script
 
 _START = """
     import os, sys
@@ -328,3 +328,20 @@ def test_under_torchrun_with_record_there_is_one_traceback_and_its_error_file_is
     assert len(re.findall(r"(?m)^\[rank\d\]: Traceback", run.stderr)) == 1
     assert run.stderr.count(f"{_DISAGREE}, at train.py") == 2
     assert "in agree" in run.stderr.partition("Root Cause")[2]
+
+
+def test_an_installed_package_started_by_its_name_is_the_script(tmp_path: Path) -> None:
+    """With ``python -m`` the place of an error was ``<frozen runpy>:88 in _run_code``."""
+    (tmp_path / "installed").mkdir()
+    program = """
+    import sys
+    from legacy_ddp import _log
+    _log._INSTALLED += (sys.argv[1],)
+    sys.excepthook = lambda kind, error, trace: print(_log.line_in_script(error))
+    raise ValueError
+    """
+    (tmp_path / "installed" / "__main__.py").write_text(textwrap.dedent(program))
+
+    run = run_script("-m", "installed", str(tmp_path), cwd=tmp_path)
+
+    assert run.stdout == "__main__.py:6 in <module>\n", run.stderr

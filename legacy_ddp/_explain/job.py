@@ -7,8 +7,15 @@ a rank that was asked early looks as if it were behind.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from legacy_ddp._explain.missing import WAITING_PHASES, activity_text, compose, compose_payload, equal_stacks
-from legacy_ddp._explain.stall import MIN_WAIT_SECONDS, OUTSIDE, compose_stall
+from legacy_ddp._explain.missing import (
+    MIN_WAIT_SECONDS,
+    WAITING_PHASES,
+    activity_text,
+    compose,
+    compose_payload,
+    equal_stacks,
+)
+from legacy_ddp._explain.stall import OUTSIDE, compose_stall
 from legacy_ddp._text import printable
 from legacy_ddp._watchdog.process import STOPPED, TRACED
 from legacy_ddp._watchdog.reports import Report

@@ -12,11 +12,14 @@ from legacy_ddp._text import WIDTH, first_few, name_ranks, printable, printable_
 from legacy_ddp._watchdog.client import Endpoint, Failure, Message, Outcome, request_all
 from legacy_ddp._watchdog.process import DEAD, HOOK, RUN, RUNNING, STOPPED, TRACED, USER_CODE, Sample
 from legacy_ddp._watchdog.reports import Report
+from legacy_ddp._watchdog.stall import Wait
 from legacy_ddp._watchdog.status import Progress, Result, Row, build_rows
 
 MAX_ROWS = 24
 MAX_STACKS = 8
 MAX_PARTS = 4
+# Of a wait outside of calls. The time between two polls is longer, so such a wait has begun before the first.
+MIN_WAIT_SECONDS = 0.25
 _MAX_RANK_COLUMNS = 10  # of a table; longer lists of ranks move their line to the right
 # In the JSON of a report, which travels in one message: 2,000 ranks with as many stacks must not exceed MAX_BYTES.
 _MAX_KEPT_STACKS = 64
@@ -188,9 +191,9 @@ def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
 
 def _advice_on_order(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     """On missing ranks in a collective of the script that waits for all ranks, and so for the ranks in the call."""
-    waits = {rank: wait for rank in missing if (wait := rows[rank].wait) is not None and wait.is_for_all}
-    if not waits:
-        return []
+    waits = {rank: wait for rank in missing if (wait := rows[rank].wait) is not None}
+    if len(waits) < len(missing) or not all(map(_is_for_all, waits.values())):
+        return []  # one of them may be the reason why the others wait
     functions = " and ".join(dict.fromkeys(f"{wait.function}()" for wait in waits.values()))
     verb = "waits" if len(waits) == 1 else "wait"
     return _wrap(
@@ -200,6 +203,10 @@ def _advice_on_order(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
         "metric that gathers",
         indent=0,
     )
+
+
+def _is_for_all(wait: Wait) -> bool:
+    return wait.is_for_all and wait.seconds >= MIN_WAIT_SECONDS
 
 
 def _advice_on_ends(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:

@@ -3,26 +3,35 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from legacy_ddp._explain.missing import ranks_by_state, reason, report_text, reporters
+from legacy_ddp._explain.missing import MIN_WAIT_SECONDS, ranks_by_state, reason, report_text, reporters
 from legacy_ddp._text import name_ranks, printable
 from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.stall import Wait
 from legacy_ddp._watchdog.status import Row
 
 OUTSIDE = "outside"  # the phase of such a report
-# The time between two polls is longer, so such a wait has begun before the first.
-MIN_WAIT_SECONDS = 0.25
 _NOBODY_MISSING = "all of them are there; look at the network between them"
+_TWO_LINES = "all of them are there, at different lines; look at the network between them"
+_NO_MESSAGE = "each waits for a message that the other does not send or take"
 _EACH_OTHER = "they wait for each other: make the same collectives in the same order on every rank"
 
 
-class _Place(NamedTuple):
-    """Where ranks wait: ``of``: the ranks of the group, where it is not the whole job, as text."""
+class _Collective(NamedTuple):
+    """What ranks wait in.
+
+    ``of``: the ranks of the group, where it is not the whole job, as text. ``source``: counted in the job.
+    """
 
     function: str
-    line: str
     of: str
     source: int
+
+
+class _Place(NamedTuple):
+    """Where ranks wait."""
+
+    collective: _Collective
+    line: str
 
 
 def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int], job_size: int) -> Report | None:
@@ -37,20 +46,15 @@ def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int], job_size: in
         return None
     places: dict[_Place, list[int]] = {}
     for rank, wait in waits.items():
-        places.setdefault(_place(wait, numbers), []).append(rank)
+        places.setdefault(_Place(_collective(wait, numbers), wait.line), []).append(rank)
     absent = [row for row in rows if row.rank in _expected(waits, numbers) and row.rank not in waits]
-    is_beyond = any(not wait.ranks or not numbers.keys() >= {*wait.ranks} for wait in waits.values())
-    others = [_others(job_size - len(rows))] if is_beyond and job_size > len(rows) else []
-    nobody = [] if absent else [_EACH_OTHER] if len(places) > 1 else [] if others else [_NOBODY_MISSING]
-    waited = [
-        _describe(place, ranks, f"waited {max(waits[rank].seconds for rank in ranks):.0f} s")
-        for place, ranks in places.items()
-    ]
-    head = f"outside of calls: {'; '.join([*waited, *_describe_absent(absent, _doing), *nobody, *others])}"
+    hint = [] if absent else [_hint(waits, places, numbers, job_size - len(rows))]
+    seconds = {place: f" {max(waits[rank].seconds for rank in ranks):.0f} s" for place, ranks in places.items()}
+    waited = [_describe(place, ranks, numbers, seconds[place]) for place, ranks in places.items()]
+    head = f"outside of calls: {'; '.join([*waited, *_describe_absent(absent, _doing), *hint])}"
     # Equal as long as nothing has changed: without seconds, and without the lines of a rank that moves on.
-    summary = "; ".join(
-        [*(_describe(place, ranks, "waited") for place, ranks in places.items()), *_describe_absent(absent, _state)]
-    )
+    lasting = [_describe(place, ranks, numbers) for place, ranks in places.items()]
+    summary = "; ".join([*lasting, *_describe_absent(absent, _state)])
     missing = tuple(row.rank for row in absent)
     return Report(
         head=printable(head),
@@ -66,32 +70,64 @@ def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int], job_size: in
     )
 
 
-def _others(number: int) -> str:
-    ranks = "1 other rank" if number == 1 else f"{number} other ranks"
-    return f"{ranks} of the job {'is' if number == 1 else 'are'} outside of this process group, and not seen from here"
+def _is_beyond(wait: Wait, numbers: Mapping[int, int]) -> bool:
+    """Whether the wait may be for ranks of the job that are not in ``numbers``."""
+    if wait.source >= 0:
+        return wait.source not in numbers
+    return not wait.ranks or not numbers.keys() >= {*wait.ranks}
 
 
-def _place(wait: Wait, numbers: Mapping[int, int]) -> _Place:
+def _hint(
+    waits: Mapping[int, Wait], places: Mapping[_Place, Sequence[int]], numbers: Mapping[int, int], unseen: int
+) -> str:
+    """What may be wrong where no rank is missing. ``unseen``: ranks of the job that are not in ``numbers``."""
+    if unseen and any(_is_beyond(wait, numbers) for wait in waits.values()):
+        ranks = "the other rank" if unseen == 1 else f"the other {unseen} ranks"
+        return (
+            f"every rank of the wrapper's process group is there; {ranks} of the job may be missing: run legacy-ddp "
+            f"watch on {'its host' if unseen == 1 else 'their hosts'}"
+        )
+    ranks_in: dict[_Collective, list[int]] = {}
+    for place, ranks_there in places.items():
+        ranks_in.setdefault(place.collective, []).extend(ranks_there)
+    complete = [
+        (collective, ranks)
+        for collective, ranks in ranks_in.items()
+        if _expected({rank: waits[rank] for rank in ranks}, numbers) <= {*ranks}
+    ]
+    if not complete:
+        return _NO_MESSAGE if all(collective.source >= 0 for collective in ranks_in) else _EACH_OTHER
+    if len(ranks_in) == 1:
+        return _NOBODY_MISSING if len(places) == 1 else _TWO_LINES
+    collective, ranks_there = complete[0]
+    first = f"all of {name_ranks(sorted(ranks_there))} are in {collective.function}()"
+    return f"{first}: look at the network between them first"
+
+
+def _collective(wait: Wait, numbers: Mapping[int, int]) -> _Collective:
     of = [numbers[rank] for rank in wait.ranks if rank in numbers]
     text = f" of {name_ranks(of)}" if of and len(of) < len(numbers) else ""
-    return _Place(wait.function, wait.line, text, numbers.get(wait.source, -1))
+    return _Collective(wait.function, text, wait.source)
 
 
 def _expected(waits: Mapping[int, Wait], numbers: Mapping[int, int]) -> set[int]:
     """The ranks that the waiting ranks wait for, and themselves: of the groups, where these are known."""
     expected: set[int] = set()
     for wait in waits.values():
-        if wait.source in numbers:
-            expected.add(numbers[wait.source])
-        else:
-            expected |= {numbers[rank] for rank in wait.ranks or numbers if rank in numbers}
+        of = (wait.source,) if wait.source >= 0 else wait.ranks or numbers
+        expected |= {numbers[rank] for rank in of if rank in numbers}
     return expected
 
 
-def _describe(place: _Place, ranks: Sequence[int], waited: str) -> str:
-    verb = f"has {waited}" if len(ranks) == 1 else f"have {waited}"
-    source = f" for rank {place.source}" if place.source >= 0 else ""
-    return f"{name_ranks(ranks)} {verb} in {place.function}(){place.of}{source} at {place.line}"
+def _describe(place: _Place, ranks: Sequence[int], numbers: Mapping[int, int], seconds: str = "") -> str:
+    function, of, source = place.collective
+    peer = ""
+    if source in numbers:
+        peer = f" for rank {numbers[source]}"
+    elif source >= 0:
+        peer = f" for rank {source} of the job, outside of the wrapper's process group,"
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{name_ranks(ranks)} {verb} waited{seconds} in {function}(){of}{peer} at {place.line}"
 
 
 def _describe_absent(absent: Sequence[Row], describe: Callable[[Row], str]) -> list[str]:

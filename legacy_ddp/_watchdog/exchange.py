@@ -210,11 +210,15 @@ class ReportExchange:
                 self._background.sleep_and_run_pending(RETRY_SECONDS + _RETRY_SECONDS_PER_RANK * len(self._view.peers))
         return _compose(self._view.local_rows(failure), failure, serial, payload_of, was_polled=False)
 
-    def ask_lowest(self, message: Message) -> None:
-        """Send a request to the lowest rank that answers."""
+    def ask_lowest(self, message: Message) -> Endpoint | None:
+        """Send a request to the lowest rank that answers, and return this rank."""
         for peer in self._answering(_TimeLimit(len(self._view.peers))):
-            if request(peer, message, self._view.own.identity)[0] is Outcome.ANSWERED:
-                return
+            if self.ask(peer, message):
+                return peer
+        return None
+
+    def ask(self, peer: Endpoint, message: Message) -> bool:
+        return request(peer, message, self._view.own.identity)[0] is Outcome.ANSWERED
 
     def _start_report(self, failure: Failure | None, serial: int = 0, payload_of: str = "") -> _SharedReport:
         shared = _SharedReport()
@@ -268,6 +272,7 @@ class StallReports:
         self._fresh_seconds = warn_after_seconds / LOOKS  # the ranks of one wait ask within this time
         self._policy = WarningPolicy(view.own.rank, file, warn_after_seconds)
         self._has_asked = False  # about the present wait of this rank
+        self._asked: Endpoint | None = None
         self._shown_on: Sequence[int] = ()  # the ranks that show the last report of this rank
         self._composed_at = float("-inf")
         self._lock, self._log_lock = threading.Lock(), threading.Lock()
@@ -277,9 +282,16 @@ class StallReports:
         is_due = watch.look()
         if is_due or (self._has_asked and not watch.is_waiting):
             self._has_asked = is_due
-            self._background.submit(
-                self._exchange.ask_lowest, {"request": "stall", "what": "look" if is_due else "end"}
-            )
+            self._background.submit(self._ask_for_report if is_due else self._tell_end)
+
+    def _ask_for_report(self) -> None:
+        self._asked = self._exchange.ask_lowest({"request": "stall", "what": "look"})
+
+    def _tell_end(self) -> None:
+        """Tell the rank that made the report: it knows where the report is shown. Another rank may answer by now."""
+        message = {"request": "stall", "what": "end"}
+        if self._asked is None or not self._exchange.ask(self._asked, message):
+            self._exchange.ask_lowest(message)
 
     def answer(self, message: Message) -> Message:
         what, report = message["what"], message.get("report")

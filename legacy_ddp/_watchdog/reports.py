@@ -241,6 +241,7 @@ class WarningPolicy:
         self._next_seconds = warn_after_seconds
         self._is_checking = self._is_early = False
         self._stall_began = float("-inf")
+        self._stall_due = 0.0  # the seconds after which the same wait is told again
         self._last: Report | None = None  # of this call
         self.last_in_full: Report | None = None  # the last report of this call that was logged in full
 
@@ -286,10 +287,10 @@ class WarningPolicy:
             self._last = None  # another wait, and the end of the one before was not told
         self._stall_began = began
         last = self._last if _is_same(report, self._last) else None
-        if last is not None and last.seconds <= report.seconds < 1.5 * last.seconds:
-            return  # of another rank that waits, too
         is_longer = last is not None and last.seconds <= report.seconds
-        self._last = report
+        if is_longer and report.seconds < 0.9 * self._stall_due:
+            return  # of another rank that waits, too
+        self._last, self._stall_due = report, 2 * report.seconds
         if not report.is_busy and not is_longer:
             self.tell_in_full(report)
         elif not report.is_busy:

@@ -37,9 +37,14 @@ _PEER = {"recv": "src", "recv_object_list": "src", "send": "dst", "send_object_l
 LOOKS = 4  # in warn_after_seconds
 # Of the time between two looks. A thread that runs all the time on the same line waits for a device in a busy loop.
 _SPINNING_SHARE = 0.8
-# Between two looks. A signal, or a debugger that reads stacks, wakes a waiting thread, which then waits on: 20 µs each.
-# A thread that gets something needs 100 µs at least, most of it for Python.
-_WAKE_SECONDS = 50e-6
+# For each time the thread ran, and for two of these at least. A signal, or a debugger that reads stacks, wakes a
+# waiting thread for about 20 µs, and it waits on. An operation of gloo takes longer, and counts as issued.
+_WAKE_SECONDS = 30e-6
+# No rank leaves these before all ranks of the group have come.
+_FOR_ALL = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "monitored_barrier", "reduce_scatter", "reduce_scatter_tensor"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ class Wait:
 
     @property
     def is_for_all(self) -> bool:
-        """Whether it is a collective of all ranks of the job. That is not known of ``wait()`` of a Work."""
-        return not self.ranks and self.source < 0 and self.function != "wait"
+        """Whether it is a collective of all ranks of the job that no rank leaves before all have come."""
+        return not self.ranks and self.function in _FOR_ALL
 
 
 class _Seen(NamedTuple):
@@ -156,9 +161,9 @@ def _frames() -> list[FrameType]:
 def _has_moved(before: _Seen, now: _Seen) -> bool:
     if before[:3] != now[:3]:
         return True
-    cpu_seconds = now.cpu_seconds - before.cpu_seconds
+    cpu_seconds, slices = now.cpu_seconds - before.cpu_seconds, now.slices - before.slices
     is_spinning = cpu_seconds > _SPINNING_SHARE * (now.at - before.at)
-    return now.slices != before.slices and cpu_seconds > _WAKE_SECONDS and not is_spinning
+    return slices > 0 and cpu_seconds > _WAKE_SECONDS * max(2, slices) and not is_spinning
 
 
 def _is_of_user(frame: FrameType) -> bool:
@@ -185,11 +190,11 @@ def _waits_for_work(frame: FrameType) -> bool:
     method, variable = _called(frame.f_code, frame.f_lasti)
     if method != "wait":
         return False
-    values = frame.f_locals if variable else {}
+    # Up to Python 3.12 the variables of a function are not read: they are copied to the dict that locals() has given to
+    # the script, and the frame keeps this dict with every tensor in it. Such an object counts as a Work, too.
+    is_readable = sys.version_info >= (3, 13) or not frame.f_code.co_flags & CO_OPTIMIZED
+    values = frame.f_locals if is_readable else {}
     value = values.get(variable, frame.f_globals.get(variable))
-    # Up to Python 3.12 the frame of a function keeps this copy, and with it every tensor of its variables.
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED and frame.f_trace is None:
-        values.clear()
     return value is None or isinstance(value, dist.Work | internals.Future)
 
 
@@ -212,10 +217,13 @@ def _called(code: CodeType, last: int) -> tuple[str, str]:
 def _group_of(function: str, frame: FrameType | None) -> tuple[tuple[int, ...], int]:
     """The ranks of the group of a collective, counted in the job, empty for all; the one rank it waits for, or -1."""
     values = frame.f_locals if frame is not None else {}
-    source = values.get(_PEER.get(function, ""))
+    peer = _PEER.get(function, "")
+    source = values.get(peer)
     try:
         group = values.get("group", values.get("pg"))
         ranks = tuple(dist.get_process_group_ranks(group))
+        if source is None and (number := values.get(f"group_{peer}")) is not None:
+            source = ranks[number]
         if len(ranks) == dist.get_world_size():
             ranks = ()  # so that the answers of a thousand ranks do not hold a thousand numbers each
     except Exception:  # noqa: BLE001 - any object may be in a variable of this name

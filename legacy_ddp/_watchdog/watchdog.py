@@ -1,5 +1,6 @@
 """The watchdog of a rank: position in calls, answers to other ranks, warnings, and propagation of a failure."""
 
+import logging
 import os
 import socket
 import time
@@ -99,6 +100,7 @@ class Watchdog:
         self._record = FailureRecord(self._view, self._policy)
         self._exchange = ReportExchange(self._view, self._record, self._background, warn_after_seconds)
         self._first_end: _End | None = None  # of another rank, known at the end of this one
+        self._has_failed_look = False
         self._stalls = StallReports(self._view, self._exchange, self._background, warn_after_seconds, self.file)
         self.local = LocalAnswers(self._view, self._background, warn_after_seconds)
         _open.append(self)
@@ -259,7 +261,10 @@ class Watchdog:
             try:
                 self._stalls.look(self._status.stall)
             except Exception:  # noqa: BLE001 - this thread must go on to answer the other ranks
-                logger_of(self.rank).debug("a look failed", exc_info=True, extra={"event": "internal_error"})
+                level = logging.DEBUG if self._has_failed_look else logging.WARNING
+                text = "a look at the training thread failed: waits outside of calls may go unseen"
+                logger_of(self.rank).log(level, text, exc_info=True, extra={"event": "internal_error"})
+                self._has_failed_look = True
             seconds.append(self._status.stall.seconds_to_look())
         return min((limit for limit in seconds if limit is not None), default=None)
 
@@ -288,7 +293,8 @@ class Watchdog:
         # An error of every rank, for example of a wrong name in the script, ends this rank, too, and needs no line: all
         # ranks would tell all ranks.
         time.sleep(_ENDS_TOGETHER_SECONDS)
-        if has_shown_error():
+        is_told = any(is_fault(other) for number, other in list(self._status.exit_reasons.items()) if number != rank)
+        if has_shown_error() or is_told:
             return
         message = {"request": "end", "rank": rank, "reason": reason}
         request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)

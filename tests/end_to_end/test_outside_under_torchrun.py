@@ -55,7 +55,7 @@ def _train(story: str, folder: Path) -> None:
                 main(["watch", "--json"])
             (folder / "sockets.txt").write_text(" ".join(path.name for path in folder.glob("legacy_ddp-*/*")))
     dist.barrier()
-    time.sleep(WARN_SECONDS)  # for the line that the wait has ended
+    time.sleep(3 * WARN_SECONDS)  # for the line that the wait has ended
     dist.destroy_process_group()
 
 
@@ -102,9 +102,7 @@ def test_a_job_that_torchrun_has_restarted_is_watched_without_a_trace_of_the_fir
     assert (job["size"], job["missing"]) == (RANKS, [0])
     assert sorted((tmp_path / "sockets.txt").read_text().split()) == sorted(map(str, job["pids"]))
     told = [one for one in _told(after) if "this rank ends because" not in one]
-    assert [" ".join(one.split()).partition(" at ")[0] for one in told[:1]] == [
-        f"outside of calls: ranks 1-2 have waited {int(WARN_SECONDS)} s in barrier()"
-    ], text
+    assert re.match(r"outside of calls: ranks 1-2 have waited \d+ s in barrier\(\)", " ".join(told[0].split())), text
     assert TOLD in " ".join(told[0].split())
     assert told[-1].startswith("the wait outside of calls has ended")
     assert list(tmp_path.glob("legacy_ddp-*/*")) == []

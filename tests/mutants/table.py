@@ -787,8 +787,8 @@ WATCHDOG = (
     ),
     Mutant(
         "ranks outside of the group of a collective are missing, too",
-        "expected |= {numbers[rank] for rank in wait.ranks or numbers if rank in numbers}",
-        "expected |= {*numbers.values()}",
+        "of = (wait.source,) if wait.source >= 0 else wait.ranks or numbers",
+        "of = (wait.source,) if wait.source >= 0 else numbers",
         "tests/watchdog/test_outside.py -k subgroup",
     ),
     Mutant(
@@ -801,7 +801,7 @@ WATCHDOG = (
         "a wait for a work ends never",
         'if instruction.opname == "POP_TOP" or instruction.opname.startswith("STORE_"):',
         'if instruction.opname.startswith("STORE_"):',
-        "tests/watchdog/test_outside.py -k ends_with_its_statement",
+        "tests/watchdog/test_activity.py -k ends_with_its_statement",
     ),
     Mutant(
         "the stack alone tells a wait",
@@ -811,9 +811,9 @@ WATCHDOG = (
     ),
     Mutant(
         "a signal ends a wait",
-        "cpu_seconds > _WAKE_SECONDS and not is_spinning",
+        "cpu_seconds > _WAKE_SECONDS * max(2, slices) and not is_spinning",
         "not is_spinning",
-        "tests/watchdog/test_outside.py -k signals",
+        "tests/watchdog/test_activity.py -k signals",
     ),
     Mutant(
         "the neighbour of a rank that raised says nothing",
@@ -841,8 +841,8 @@ WATCHDOG = (
     ),
     Mutant(
         "a group that is a part of the job sees all of it",
-        "if is_beyond and job_size > len(rows) else []",
-        "if False else []",
+        "if unseen and any(_is_beyond(wait, numbers) for wait in waits.values()):",
+        "if False:",
         "tests/watchdog/test_watch.py -k part_of_the_job",
     ),
     Mutant(

@@ -19,7 +19,7 @@ from torch import nn
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._watchdog import USER_CODE, process_activity
 from legacy_ddp._watchdog.process import Activity, Sample
-from legacy_ddp._watchdog.stall import _called
+from legacy_ddp._watchdog.stall import _called, _has_moved, _Seen, _waits_for_work
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, wrap
@@ -187,3 +187,41 @@ def test_a_wait_for_a_work_ends_with_its_statement() -> None:
 
     assert found(_works) == [("wait", "work"), ("", "")]
     assert found(_listed) == [("wait", "")]
+
+
+def _a_look(cpu_seconds: float, slices: int, at: float, issued: int = 7) -> _Seen:
+    return _Seen(((_works.__code__, 2),), 0, issued, cpu_seconds, slices, at)
+
+
+@pytest.mark.parametrize(
+    "cpu_seconds, slices, issued, expected",
+    [
+        (0.0, 0, 0, False),
+        (50e-6, 2, 0, False),
+        (66e-6, 3, 0, False),  # of three signals
+        (4e-3, 200, 0, False),  # of a profiler
+        (200e-6, 2, 0, True),
+        (0.0, 0, 1, True),
+        (15.0, 40, 0, False),  # it waits for a device in a busy loop
+    ],
+)
+def test_signals_that_wake_a_waiting_thread_end_no_wait(
+    cpu_seconds: float, slices: int, issued: int, expected: bool
+) -> None:
+    """Three signals in 15 s were "the wait outside of calls has ended", and a second full report later."""
+    before, now = _a_look(3.0, 100, 20.0), _a_look(3.0 + cpu_seconds, 100 + slices, 35.0, 7 + issued)
+
+    assert _has_moved(before, now) is expected
+
+
+def test_a_look_changes_nothing_in_the_variables_of_the_script() -> None:
+    """Up to Python 3.12 the dict of locals() was emptied: a checkpoint had no hyperparameters."""
+
+    def train(lr: float) -> dict[str, Any]:
+        settings = locals()
+        frame = sys._getframe()
+        lr = 0.5
+        _waits_for_work(frame)
+        return settings
+
+    assert train(0.1)["lr"] == 0.1

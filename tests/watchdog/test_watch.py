@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -558,7 +559,11 @@ def test_a_wait_of_the_script_is_told_if_nothing_has_moved_between_the_polls(sec
 @pytest.mark.parametrize(
     "of, told",
     [
-        ((), "; 2 other ranks of the job are outside of this process group, and not seen from here"),
+        (
+            (),
+            "; every rank of the wrapper's process group is there; the other 2 ranks of the job may be missing: run "
+            "legacy-ddp watch on their hosts",
+        ),
         ((4, 5), "; all of them are there; look at the network between them"),
     ],
 )
@@ -572,6 +577,38 @@ def test_a_group_that_is_a_part_of_the_job_says_that_it_does_not_see_the_rest(of
     assert summary == f"outside of calls: ranks 0-1 have waited 70 s in barrier() at train.py:7 in main{told}"
 
 
+_BARRIER, _RECV = Wait("barrier", "train.py:7 in main", 70.0), Wait("recv", "pipe.py:3 in main", 70.0)
+
+
+@pytest.mark.parametrize(
+    "waits, told",
+    [
+        ([_BARRIER, replace(_BARRIER, line="train.py:9 in main")], "all of them are there, at different lines"),
+        ([_BARRIER, replace(_BARRIER, function="all_reduce")], "they wait for each other: make the same collectives"),
+        ([replace(_RECV, source=1), replace(_RECV, source=0)], "each waits for a message that the other does not send"),
+        (
+            [replace(_BARRIER, ranks=(0, 1)), replace(_BARRIER, ranks=(0, 1)), _BARRIER],
+            "all of ranks 0-1 are in barrier(): look at the network between them first",
+        ),
+        (
+            [replace(_RECV, source=5), _BARRIER],
+            "rank 0 has waited 70 s in recv() for rank 5 of the job, outside of the wrapper's process group, at pipe",
+        ),
+    ],
+)
+def test_the_hint_fits_what_the_ranks_wait_in(waits: list[Wait], told: str) -> None:
+    """Every two places were "they wait for each other", also the same barrier at two lines."""
+    outside = {"in_call": False, "sample": _sample("user code")}
+    rows = [_row(rank, wait=wait, **outside) for rank, wait in enumerate(waits)]
+
+    assert (
+        told
+        in describe_job(rows, range(len(rows)), 6 if "rank 5" in told else len(rows), 60.0, with_stacks=False)[
+            "summary"
+        ]
+    )
+
+
 def test_a_rank_that_stopped_early_and_waits_for_the_others_is_told_with_the_reason() -> None:
     """It waits in the last barrier, and the other ranks in the next call."""
     stopped = _row(1, in_call=False, serial=4, wait=Wait("barrier", "train.py:7 in main", 70.0))
@@ -579,6 +616,15 @@ def test_a_rank_that_stopped_early_and_waits_for_the_others_is_told_with_the_rea
 
     assert "missing rank 1 (" in text
     assert "rank 1 waits in barrier() for the ranks in this call, and these for rank 1: make the same calls" in text
+
+
+@pytest.mark.parametrize("wait", [None, Wait("gather", "train.py:7 in main", 70.0), replace(_BARRIER, seconds=0.01)])
+def test_no_order_of_calls_is_advised_where_another_rank_may_be_the_reason(wait: Wait | None) -> None:
+    """Rank 0 waited in gather() for a rank that hung, and was told to make its calls in another order."""
+    late = _row(1, in_call=False, serial=4, wait=_BARRIER if wait is None else wait)
+    hangs = _row(2, in_call=False, serial=4) if wait is None else _row(2)
+
+    assert "make the same calls" not in " ".join(compose([_row(0), late, hangs]).text.split())
 
 
 def test_ranks_that_are_all_in_a_short_exchange_are_not_called_waiting() -> None:
