@@ -49,6 +49,9 @@ def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int], job_size: in
         places.setdefault(_Place(_collective(wait, numbers), wait.line), []).append(rank)
     absent = [row for row in rows if row.rank in _expected(waits, numbers) and row.rank not in waits]
     hint = [] if absent else [_hint(waits, places, numbers, job_size - len(rows))]
+    if [*global_ranks] != [*range(len(rows))]:
+        all_here = f"{name_ranks(range(len(rows)))} of the wrapper's process group"
+        hint.append(f"{all_here} {'is' if len(rows) == 1 else 'are'} {name_ranks(global_ranks)} of the job")
     seconds = {place: f" {max(waits[rank].seconds for rank in ranks):.0f} s" for place, ranks in places.items()}
     waited = [_describe(place, ranks, numbers, seconds[place]) for place, ranks in places.items()]
     head = f"outside of calls: {'; '.join([*waited, *_describe_absent(absent, _doing), *hint])}"

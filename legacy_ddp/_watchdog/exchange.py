@@ -273,6 +273,7 @@ class StallReports:
         self._policy = WarningPolicy(view.own.rank, file, warn_after_seconds)
         self._has_asked = False  # about the present wait of this rank
         self._asked: Endpoint | None = None
+        self._over_since = 0.0  # when the wait that it has asked about was last seen
         self._shown_on: Sequence[int] = ()  # the ranks that show the last report of this rank
         self._composed_at = float("-inf")
         self._lock, self._log_lock = threading.Lock(), threading.Lock()
@@ -280,7 +281,11 @@ class StallReports:
     def look(self, watch: StallWatch) -> None:
         """In the thread of the status server: look at the training thread, and ask for a report if one is due."""
         is_due = watch.look()
-        if is_due or (self._has_asked and not watch.is_waiting):
+        if not self._has_asked or watch.is_waiting:
+            self._over_since = time.monotonic()
+        # An end counts if it lasts: a wait that ends by the loss of a rank ends this process soon.
+        is_over = time.monotonic() - self._over_since > self._fresh_seconds / 2
+        if is_due or is_over:
             self._has_asked = is_due
             self._background.submit(self._ask_for_report if is_due else self._tell_end)
 

@@ -185,25 +185,30 @@ def _function_of(frames: Sequence[FrameType]) -> tuple[str, FrameType | None]:
 def _waits_for_work(frame: FrameType) -> bool:
     """Whether the frame is in ``wait()`` of a Work of ``torch.distributed``, which leaves no frame of Python.
 
-    An object that is no variable, as in ``works[0].wait()``, counts as a Work.
+    An object that is not known, as in ``works[0].wait()``, counts as a Work if ``wait()`` has no argument: that of a
+    store has its keys.
     """
-    method, variable = _called(frame.f_code, frame.f_lasti)
+    method, variable, arguments = _called(frame.f_code, frame.f_lasti)
     if method != "wait":
         return False
     # Up to Python 3.12 the variables of a function are not read: they are copied to the dict that locals() has given to
-    # the script, and the frame keeps this dict with every tensor in it. Such an object counts as a Work, too.
+    # the script, and the frame keeps this dict with every tensor in it.
     is_readable = sys.version_info >= (3, 13) or not frame.f_code.co_flags & CO_OPTIMIZED
     values = frame.f_locals if is_readable else {}
     value = values.get(variable, frame.f_globals.get(variable))
-    return value is None or isinstance(value, dist.Work | internals.Future)
+    return (value is None and not arguments) or isinstance(value, dist.Work | internals.Future)
 
 
 @lru_cache(maxsize=64)
-def _called(code: CodeType, last: int) -> tuple[str, str]:
-    """The name of the method in C that a frame is in, and of the variable with its object; empty if there is none."""
-    method = variable = loaded = ""
+def _called(code: CodeType, last: int) -> tuple[str, str, int]:
+    """The names of the method in C that a frame is in and of the variable with its object; the number of arguments.
+
+    The names are empty if there is no method or variable.
+    """
+    method, variable, loaded, arguments = "", "", "", 0
     for instruction in dis.get_instructions(code):
         if instruction.offset >= last:
+            arguments = instruction.arg or 0
             break
         if instruction.opname == "POP_TOP" or instruction.opname.startswith("STORE_"):
             method = variable = ""  # the end of a statement
@@ -211,7 +216,7 @@ def _called(code: CodeType, last: int) -> tuple[str, str]:
             method, variable = str(instruction.argval), loaded
         is_variable = instruction.opname.startswith(("LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"))
         loaded = str(instruction.argval) if is_variable else ""
-    return method, variable
+    return method, variable, arguments
 
 
 def _group_of(function: str, frame: FrameType | None) -> tuple[tuple[int, ...], int]:

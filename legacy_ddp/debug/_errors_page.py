@@ -120,7 +120,9 @@ def _literal(node: ast.AST) -> str:
 
 _PAGE = Path(__file__).with_name("errors.md")  # in a checkout a link to docs/errors.md; a package has a copy
 _HEADING = re.compile(r"^(##|###) (.*)\n", re.MULTILINE)
-_BLOCK = re.compile(r"(?:    .*\n|\n(?=\n*    ))+|(?:\S.*\n)+")  # an example with blank lines, or a paragraph
+_BLOCK = re.compile(
+    r"(?:    .*\n|\n(?=\n*    ))+|\S.*\n(?: {0,3}\S.*\n)*"
+)  # an example with blank lines, or a paragraph
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(?:#[^)]*)?\)")
 _Pair = tuple[str, str]  # of neighbouring words
 _WORD = re.compile(r"[a-z_]+")
@@ -228,8 +230,14 @@ def section_lines(section: Section) -> list[str]:
     """The section in lines of at most 80 columns."""
     lines = [section.title, "=" * len(section.title)]
     for block in _BLOCK.findall(section.body):
-        lines += ["", *(_example(block.strip("\n")) if block[0].isspace() else wrap(_plain(block), deeper=""))]
+        lines += ["", *(_example(block.strip("\n")) if block[0].isspace() else _paragraph(block))]
     return lines
+
+
+def _paragraph(block: str) -> Iterator[str]:
+    """A paragraph, or the items of a list, each from a line of its own on."""
+    for item in re.split(r"\n(?=- )", block):
+        yield from wrap(_plain(item), deeper="  " if item.startswith("- ") else "")
 
 
 def _example(block: str) -> Iterator[str]:

@@ -178,15 +178,20 @@ def _listed(works: list[Any]) -> None:
     works[0].wait()
 
 
+def _stored(store: Any) -> None:
+    store.wait(["told"])
+
+
 def test_a_wait_for_a_work_ends_with_its_statement() -> None:
     """A work that had been waited for was told in every later line that called a function in C."""
 
-    def found(function: Callable[..., None]) -> list[tuple[str, str]]:
+    def found(function: Callable[..., None]) -> list[tuple[str, str, int]]:
         calls = [one for one in dis.get_instructions(function) if one.opname.startswith("CALL")]
         return [_called(function.__code__, call.offset) for call in calls]
 
-    assert found(_works) == [("wait", "work"), ("", "")]
-    assert found(_listed) == [("wait", "")]
+    assert found(_works) == [("wait", "work", 0), ("", "", 1)]
+    assert found(_listed) == [("wait", "", 0)]
+    assert found(_stored) == [("wait", "store", 1)]
 
 
 def _a_look(cpu_seconds: float, slices: int, at: float, issued: int = 7) -> _Seen:

@@ -574,7 +574,10 @@ def test_a_group_that_is_a_part_of_the_job_says_that_it_does_not_see_the_rest(of
 
     summary = describe_job(rows, [4, 5], 4, 60.0, with_stacks=False)["summary"]
 
-    assert summary == f"outside of calls: ranks 0-1 have waited 70 s in barrier() at train.py:7 in main{told}"
+    numbers = "ranks 0-1 of the wrapper's process group are ranks 4-5 of the job"
+    assert (
+        summary == f"outside of calls: ranks 0-1 have waited 70 s in barrier() at train.py:7 in main{told}; {numbers}"
+    )
 
 
 _BARRIER, _RECV = Wait("barrier", "train.py:7 in main", 70.0), Wait("recv", "pipe.py:3 in main", 70.0)
