@@ -128,6 +128,7 @@ def _steps_with_large_gradient(rank: int, place: int | None) -> Said:
     return error_of(model.all_reduce)
 
 
+@pytest.mark.cpu("on a device the first step of an optimizer counts without a look at the gradients")
 def test_a_large_gradient_is_read_to_its_end() -> None:
     found = run_cases(_steps_with_large_gradient, 2, {"zeros": (None,), "first": (0,), "last": (2**20 - 1,)})
 
