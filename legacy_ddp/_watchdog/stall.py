@@ -193,8 +193,9 @@ def _waits_for_work(frame: FrameType) -> bool:
         return False
     # Up to Python 3.12 the variables of a function are not read: they are copied to the dict that locals() has given to
     # the script, and the frame keeps this dict with every tensor in it.
-    is_readable = sys.version_info >= (3, 13) or not frame.f_code.co_flags & CO_OPTIMIZED
-    values = frame.f_locals if is_readable else {}
+    code = frame.f_code
+    is_readable = sys.version_info >= (3, 13) or not code.co_flags & CO_OPTIMIZED
+    values = frame.f_locals if is_readable else dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
     value = values.get(variable, frame.f_globals.get(variable))
     return (value is None and not arguments) or isinstance(value, dist.Work | internals.Future)
 

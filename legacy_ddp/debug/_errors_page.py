@@ -120,9 +120,8 @@ def _literal(node: ast.AST) -> str:
 
 _PAGE = Path(__file__).with_name("errors.md")  # in a checkout a link to docs/errors.md; a package has a copy
 _HEADING = re.compile(r"^(##|###) (.*)\n", re.MULTILINE)
-_BLOCK = re.compile(
-    r"(?:    .*\n|\n(?=\n*    ))+|\S.*\n(?: {0,3}\S.*\n)*"
-)  # an example with blank lines, or a paragraph
+# An example with blank lines, or a paragraph with the lines of its list.
+_BLOCK = re.compile(r"(?:    .*\n|\n(?=\n*    ))+|\S.*\n(?: {0,3}\S.*\n)*")
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]*)(?:#[^)]*)?\)")
 _Pair = tuple[str, str]  # of neighbouring words
 _WORD = re.compile(r"[a-z_]+")

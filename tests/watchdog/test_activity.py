@@ -230,3 +230,21 @@ def test_a_look_changes_nothing_in_the_variables_of_the_script() -> None:
         return settings
 
     assert train(0.1)["lr"] == 0.1
+
+
+_waited_for = "a global variable with the name of a local one"
+
+
+def test_a_variable_of_a_function_hides_the_global_one_with_its_name() -> None:
+    """A Work in a variable of the function was taken for the object of that name in the module."""
+    seen = []
+
+    class Work:
+        wait = staticmethod(partial(lambda: seen.append(_waits_for_work(sys._getframe(1)))))
+
+    def train(_waited_for: Any) -> None:
+        _waited_for.wait()
+
+    train(Work())
+
+    assert seen == [sys.version_info < (3, 13)]  # there the object is known, and is no Work
