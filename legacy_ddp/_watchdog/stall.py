@@ -38,8 +38,9 @@ LOOKS = 4  # in warn_after_seconds
 # Of the time between two looks. A thread that runs all the time on the same line waits for a device in a busy loop.
 _SPINNING_SHARE = 0.8
 # For each time the thread ran, and for two of these at least. A signal, or a debugger that reads stacks, wakes a
-# waiting thread for about 20 µs, and it waits on. An operation of gloo takes longer, and counts as issued.
-_WAKE_SECONDS = 30e-6
+# waiting thread, and it waits on: for 15 to 50 µs, and for longer on a slow or shared processor. An operation that is
+# shorter than this counts as issued: every backend that waits without running has a count.
+_WAKE_SECONDS = 150e-6
 # No rank leaves these before all ranks of the group have come.
 _FOR_ALL = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
