@@ -147,7 +147,7 @@ RUN = "run"  # the phase of a cross-check that runs the user's function
 _MAX_FRAMES, _MAX_FRAME_COLUMNS = 12, 200
 _PACKAGE = str(Path(__file__).parents[1])
 # Files of this package with frames around user code: the step guard calls closures, a strategy calls the training loop.
-_AROUND_USER_CODE = (f"{_PACKAGE}/_steps/guard.py", f"{_PACKAGE}/lightning/")
+AROUND_USER_CODE = (f"{_PACKAGE}/_steps/guard.py", f"{_PACKAGE}/lightning.py")
 _PATHS = sysconfig.get_paths()
 LIBRARIES = (_PACKAGE, _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<frozen")
 
@@ -249,7 +249,7 @@ def _frames_into_call(frames: list[_Frame], *, with_user_code: bool) -> list[_Fr
 
 
 def _is_library_call(filename: str) -> bool:
-    return filename.startswith(_PACKAGE) and not filename.startswith(_AROUND_USER_CODE)
+    return filename.startswith(_PACKAGE) and not filename.startswith(AROUND_USER_CODE)
 
 
 def _innermost(frames: Sequence[_Frame], own: Sequence[_Frame]) -> tuple[str, ...]:

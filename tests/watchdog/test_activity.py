@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 
 from legacy_ddp._ranks.call import Call
 from legacy_ddp._watchdog import USER_CODE, process_activity
-from legacy_ddp._watchdog.process import Activity, Sample
+from legacy_ddp._watchdog.process import AROUND_USER_CODE, Activity, Sample
 from legacy_ddp._watchdog.stall import _called, _has_moved, _Seen, _waits_for_work
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
@@ -203,9 +204,10 @@ def _a_look(cpu_seconds: float, slices: int, at: float, issued: int = 7) -> _See
     [
         (0.0, 0, 0, False),
         (50e-6, 2, 0, False),
-        (66e-6, 3, 0, False),  # of three signals
+        (150e-6, 3, 0, False),  # of three signals
         (4e-3, 200, 0, False),  # of a profiler
-        (200e-6, 2, 0, True),
+        (100e-6, 1, 0, False),  # of one, on a slow processor
+        (400e-6, 2, 0, True),
         (0.0, 0, 1, True),
         (15.0, 40, 0, False),  # it waits for a device in a busy loop
     ],
@@ -217,6 +219,11 @@ def test_signals_that_wake_a_waiting_thread_end_no_wait(
     before, now = _a_look(3.0, 100, 20.0), _a_look(3.0 + cpu_seconds, 100 + slices, 35.0, 7 + issued)
 
     assert _has_moved(before, now) is expected
+
+
+def test_the_stack_of_a_call_under_lightning_did_not_end_at_the_strategy() -> None:
+    """The strategy had become another file, and its frames counted as those of a call."""
+    assert [path for path in AROUND_USER_CODE if not Path(path).is_file()] == []
 
 
 def test_a_look_changes_nothing_in_the_variables_of_the_script() -> None:
