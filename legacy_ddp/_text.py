@@ -20,6 +20,10 @@ TIE = "\N{NO-BREAK SPACE}"
 MAX_LINE, MAX_TEXT = 1_000, 8_000
 _NUMBER_AT_END = re.compile(r"\((\d{1,4})\)$")
 _LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.splitlines()
+# torch._utils.ExceptionWrapper; the line is the last one that begins with the error.
+_OF_WORKER = re.compile(
+    r"Caught (\w+) (?P<where>[^\n]*)\.\nOriginal Traceback .*\n(?P<line>(?:[\w.]+\.)?\1\b[^\n]*)", re.DOTALL
+)
 _LIMITS = {
     errno.EMFILE: "the limit of open files of this process is reached; raise it with ulimit -n",
     errno.ENFILE: "the limit of open files of this machine is reached; raise the sysctl fs.file-max",
@@ -126,7 +130,12 @@ def error_text(error: BaseException) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """``ValueError: first line``; the type alone without a text. Never raises."""
+    """``ValueError: first line``; the type alone without a text. Never raises.
+
+    Of the error of a worker, which torch raises again: ``ValueError: bad batch (in DataLoader worker process 0)``.
+    """
+    if worker := _OF_WORKER.match(_text_of(error)):
+        return _cut(f"{worker['line']} ({worker['where']})", MAX_LINE)
     return _with_type(error, first_line(error).removesuffix(":"))
 
 

@@ -59,6 +59,13 @@ def _line_of(model: LegacyDistributedDataParallel, error: BaseException) -> str:
         (OSError("a\udcff\ud800b.pt"), r"OSError: a\udcff\ud800b.pt"),
         (MuteError(), "MuteError: (no text: its __str__ raised ZeroDivisionError)"),
         (NumberError(), "NumberError: (no text: its __str__ raised TypeError)"),
+        (
+            ValueError(
+                "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+                "ValueError: first\n  File ...\nvalues.ValueError: bad batch\nand why\n"
+            ),
+            "values.ValueError: bad batch (in DataLoader worker process 0)",
+        ),
         (ValueError("x" * 300_000), f"ValueError: {'x' * 1000} ... (299,000 more characters)"),
     ],
 )

@@ -23,8 +23,9 @@ from legacy_ddp._watchdog.status import Row
 
 _MAX_STACKS = 64
 _MOVED = "its loop goes on"  # what a rank does whose call or phase differs between two polls
-# The state of the job: nobody waits for another rank, as far as is known; somebody does; longer than is usual.
-MOVING, WAITING, LATE = "moving", "waiting", "late"
+# The state of the job. As far as is known, nobody waits for another rank, and ranks move, or no rank does; somebody
+# waits; somebody waits for longer than is usual.
+MOVING, IDLE, WAITING, LATE = "moving", "idle", "waiting", "late"
 
 
 def describe_job(
@@ -45,7 +46,7 @@ def describe_job(
         "hosts": list(dict.fromkeys(printable(row.host) for row in rows if row.pid)),
         "pids": [row.pid for row in rows],
         "call": printable(max(rows, key=lambda row: (bool(row.last_call), row.progress)).last_call),
-        "state": LATE if is_late else WAITING if is_told else MOVING,
+        "state": LATE if is_late else WAITING if is_told else MOVING if waits or any(map(_moves, rows)) else IDLE,
         "seconds": round(seconds, 3) if is_told and seconds is not None else None,
         "warn_after_seconds": warn_after_seconds,
         "missing": list(missing),
@@ -53,6 +54,10 @@ def describe_job(
         "rows": _groups(rows, missing, waits),
         "stacks": _stacks(rows) if with_stacks else None,
     }
+
+
+def _moves(row: Row) -> bool:
+    return row.has_moved or row.is_advancing or bool(row.is_busy)
 
 
 def _waited_seconds(row: Row) -> float | None:
@@ -89,7 +94,7 @@ def _groups(rows: Sequence[Row], missing: Sequence[int], waits: Collection[int])
             "ranks": [row.rank for row in group],
             "doing": doing,
             "state": state,
-            "seconds": [_seconds(row) for row in group],
+            "seconds": [None if row.has_moved or row.seconds is None else round(row.seconds, 3) for row in group],
             "step_seconds": [row.step_seconds and round(row.step_seconds, 4) for row in group],
             "lines": [printable(row.sample.line) if row.sample else "" for row in group],
             "hosts": [printable(row.host) for row in group],
@@ -112,13 +117,6 @@ def _state(row: Row) -> str:
     if row.is_advancing:
         return "moving"
     return "" if row.is_busy is None else "busy" if row.is_busy else "idle"
-
-
-def _seconds(row: Row) -> float | None:
-    """Since when the rank does what it does; None of a rank that goes on."""
-    if row.sample is None or row.has_moved:
-        return None
-    return round(row.wait.seconds if row.wait is not None else row.sample.age_seconds, 3)
 
 
 def _stacks(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from legacy_ddp._steps.policy import closure_advice
 from legacy_ddp._text import WIDTH, first_few, name_ranks, printable, printable_lines, wrap
 from legacy_ddp._watchdog.client import Endpoint, Failure, Message, Outcome, request_all
-from legacy_ddp._watchdog.process import DEAD, HOOK, RUN, RUNNING, STOPPED, TRACED, USER_CODE, Sample
+from legacy_ddp._watchdog.process import AT_END, DEAD, HOOK, RUN, RUNNING, STOPPED, TRACED, USER_CODE, Sample
 from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.stall import Wait
 from legacy_ddp._watchdog.status import Progress, Result, Row, build_rows
@@ -115,7 +115,7 @@ def format_loss(row: Row, reason: str, missing: str = "") -> str:
     ``missing``: the ranks that may be lost, if ``reason`` does not name them.
     """
     position = f"{name_ranks([row.rank])} is in {_position(row) if row.in_call and row.sample else activity_text(row)}"
-    if row.sample and row.sample.stack:
+    if row.sample and row.sample.stack and row.sample.phase != AT_END:  # where a frame is one of Python or torch
         position += f", at {row.sample.line or row.sample.stack[-1]}"
     parts = [reason, missing, position] if missing else [reason, position]
     return printable(" ".join("; ".join(parts).split()))
@@ -287,7 +287,7 @@ def _table(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
 def _describe(group: Sequence[Row]) -> str:
     """What ranks of equal activity and process do, and on which hosts; of one rank also the process."""
     first, *others = group
-    ages = sorted(row.sample.age_seconds for row in group if row.sample)
+    ages = sorted(row.seconds for row in group if row.seconds is not None)
     age = "-".join(dict.fromkeys(f"{seconds:.1f}" for seconds in (*ages[:1], *ages[-1:])))
     hosts = list(dict.fromkeys(row.host for row in group))
     where = ", ".join(first_few(hosts, MAX_PARTS)) if others else f"{first.host}:{first.pid}"
@@ -324,7 +324,7 @@ def _state(group: Sequence[Row], *, keeps_stack: bool) -> dict[str, Any]:
         "calls": first.serial,
         "line": printable(first.sample.line) if first.sample else "",
         "stack": [printable(frame) for frame in first.sample.stack] if first.sample and keeps_stack else None,
-        "seconds": [row.sample and round(row.sample.age_seconds, 3) for row in group],
+        "seconds": [None if row.seconds is None else round(row.seconds, 3) for row in group],
         "hosts": [printable(row.host) for row in group],
         "pids": [row.pid for row in group],
     }

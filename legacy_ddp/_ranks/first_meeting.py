@@ -279,10 +279,15 @@ class _Members:
         self._store, self._rank, self._size, self._reasons = store, rank, size, reasons
         self._start, self._limit_seconds = time.monotonic(), timeout.total_seconds()
         self._next_seconds = warn_after_seconds  # of a warning, then at twice the time each
+        self._has_warned = False
 
     def await_all(self, arrivals: internals.Store, count: int) -> None:
         arrivals.add(_ARRIVALS, 1)
         _ask_until(lambda: arrivals.add(_ARRIVALS, 0) >= count, self._check)
+        if self._has_warned:
+            seconds = time.monotonic() - self._start
+            extra = {"event": "arrived", "call": "", "phase": "agree", "seconds": round(seconds, 3), "ranks": []}
+            logger_of(self._rank).warning("%s: all ranks have come after %.0f s", _NAME, seconds, extra=extra)
 
     def _check(self) -> None:
         seconds = time.monotonic() - self._start
@@ -305,7 +310,9 @@ class _Members:
                 f"{seconds:.0f} s, and the other ranks wait, for at most {self._limit_seconds:g} s"
             )
             extra = {"event": "waiting", "call": "", "phase": "agree", "seconds": round(seconds, 3), "ranks": missing}
-            logger_of(self._rank).warning("%s\n%s", text, _WHY_LATE, extra=extra)
+            why = ", as reported" if self._has_warned else f"\n{_WHY_LATE}"
+            logger_of(self._rank).warning("%s%s", text, why, extra=extra)
+            self._has_warned = True
 
     def _missing(self) -> list[int]:
         # Not by arrivals: a rank may still wait for the hub of its host, which is the missing one.

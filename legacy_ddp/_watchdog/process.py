@@ -141,6 +141,7 @@ def boot_id() -> str:
 
 
 FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
+AT_END = "process exit"  # the script has returned, or Python displays its error
 OUT_OF_DATA = "join, out of data"
 HOOK = "hook"  # the phase of a call that runs the user's communication hook
 RUN = "run"  # the phase of a cross-check that runs the user's function
@@ -203,6 +204,10 @@ class Activity:
         phase = mark.phase
         if any(name.endswith(("/bdb.py", "/pdb.py")) for name in files):
             phase = DEBUGGER
+        elif (
+            mark.phase == USER_CODE and mark.thread == threading.main_thread().ident and not any(map(_is_main, running))
+        ):
+            phase = AT_END
         elif not mark.call and any(name.endswith("/torch/autograd/graph.py") for name in files):
             phase = BACKWARD
         if mark.call:
@@ -218,6 +223,10 @@ class Activity:
             closure=closure_owner(running),
             local_work=local_work_text(),
         )
+
+
+def _is_main(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == "__main__"
 
 
 process_activity = Activity()

@@ -233,6 +233,13 @@ class Row:
         return (self.serial, _PHASES.index(self.sample.phase) if self.sample.phase in _PHASES else 0)
 
     @property
+    def seconds(self) -> float | None:
+        """Since when the rank does what it does; None if that is not known."""
+        if self.sample is None:
+            return None
+        return self.wait.seconds if self.wait is not None and not self.in_call else self.sample.age_seconds
+
+    @property
     def is_known(self) -> bool:
         was_asked = self.outcome not in (Outcome.NOT_ASKED, Outcome.UNKNOWN)
         return was_asked or bool(self.note) or self.process not in ("", RUNNING)

@@ -128,6 +128,8 @@ _WORD = re.compile(r"[a-z_]+")
 _VALUE = re.compile(rf"'[^']*'|\d[\d.,\-+e]*|{GAP}")
 _DEFAULT = re.compile(r"^\s*The default form of \[(\w+)\]")
 _KIND = re.compile(r"^.*?(?:Warning|Error): ")  # ``train.py:9: UserWarning:``
+# What a line holds of the script: the text of an error, and a place.
+_OF_SCRIPT = re.compile(r" with \w+: .*|,? at \S+:\d+ in \S+")
 _FEWEST_PAIRS = 3
 _SHARE = 0.5
 _MOST_SECTIONS = 3  # that a text may belong to
@@ -189,7 +191,7 @@ def _find_line(line: str, sections: list[Section]) -> list[Section]:
     """The sections whose texts have most of the pairs of words in ``line``. A pair of few sections counts more than a
     common pair. Empty if no section has half of the weight, or if the line has too few words.
     """
-    wanted = _pairs(_KIND.sub("", line))
+    wanted = _pairs(_KIND.sub("", _OF_SCRIPT.sub("", line)))
     # An error and its warning have the same texts, so they count as one holder of a pair.
     holders: dict[_Pair, set[frozenset[str]]] = {pair: set() for pair in wanted}
     for pairs, titles in _known_texts(tuple(sections)):
@@ -202,7 +204,9 @@ def _find_line(line: str, sections: list[Section]) -> list[Section]:
             scores[title] += weights[pair]
     candidates = [section for section in sections if "Warning: " not in line or section.group == "Warnings"]
     best = max(scores[section.title] for section in candidates)
-    if len(wanted) < _FEWEST_PAIRS or best < _SHARE * sum(weights.values()):
+    total = sum(weights.values())
+    # A few words must be in texts of the library as they are.
+    if not wanted or best < (total if len(wanted) < _FEWEST_PAIRS else _SHARE * total):
         return []
     equals = [section for section in candidates if scores[section.title] == best]
     # Warnings first: the line of an error has the name of its class, which find() has looked up.

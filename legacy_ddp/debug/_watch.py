@@ -26,6 +26,7 @@ _MAX_CONCURRENT = 32
 _WHY_SILENT = "it begins, is stopped, runs another version of the library, or C code holds up Python"
 _MAX_RANK_COLUMNS, _MAX_HOST_COLUMNS = 12, 16
 _MAX_STACKS = 8
+_UNDER_JOB = " " * 10  # under the number of its process
 
 
 class WatchError(Exception):
@@ -151,21 +152,25 @@ def as_json(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lines(answers: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of a job, or a table of several jobs."""
-    return _job_lines(answers[0]) if len(answers) == 1 else _jobs_lines(answers)
+    """The table of a job, or a table of several jobs; with stacks the table of each."""
+    if len(answers) > 1 and not any(answer["stacks"] for answer in answers):
+        return _jobs_lines(answers)
+    return [line for number, answer in enumerate(answers) for line in [*[""] * bool(number), *_job_lines(answer)]]
 
 
 def _jobs_lines(answers: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each job, and who waits for whom in it."""
     found = [f"{'pid':>8} {'ranks':>6} {'hosts':>6}  {'call':<34}{'state'}"]
     for one in answers:
         call = shorten(one["call"] or "none yet", 32)
         found.append(f"{one['pid']:>8} {one['size']:>6} {len(one['hosts']):>6}  {call:<34}{_state(one)}")
+        found += wrap(one["summary"], indent=_UNDER_JOB, deeper="", break_words=False)
     return [*found, "", "legacy-ddp watch PID shows one of them"]
 
 
 def _state(answer: dict[str, Any]) -> str:
     seconds = answer["seconds"]
-    return "moving" if seconds is None else f"waits for {_duration(seconds)}"
+    return answer["state"] if seconds is None else f"waits for {_duration(seconds)}"
 
 
 def _job_lines(answer: dict[str, Any]) -> list[str]:

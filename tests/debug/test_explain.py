@@ -135,6 +135,12 @@ def test_a_section_is_found_by_title_anchor_class_and_part_of_its_title(name: st
         ),
         ("ranks bring uneven work", ["Uneven work", "DesyncError"]),
         ("connection lost after 0.15 s", ["PeerLostError"]),
+        (
+            "rank 1 left after all_reduce() call 4 with ValueError: bad batch 17, at x.py:17 in main",
+            ["A rank has ended", "PeerLostError", "SyncTimeoutError"],
+        ),
+        ("rank 1 ended unexpectedly; this rank ends because the connection to it is lost", ["A rank", "PeerLostError"]),
+        ("first collective on this process group: rank 0 has not come within 4 s", ["Ranks have waited"]),
         ("missing rank 0 (left without an error after all_reduce() call 40, on host vm", ["PeerLostError"]),
         (
             "the trace in /tmp/x holds no step: the recorder saw no all_reduce() that succeeded; give",

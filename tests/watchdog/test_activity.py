@@ -4,6 +4,7 @@ import ast
 import dis
 import io
 import pdb
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from legacy_ddp._ranks.call import Call
 from legacy_ddp._watchdog import USER_CODE, process_activity
 from legacy_ddp._watchdog.process import AROUND_USER_CODE, Activity, Sample
 from legacy_ddp._watchdog.stall import _called, _has_moved, _Seen, _waits_for_work
+from tests.helpers.paths import ROOT
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, wrap
@@ -219,6 +221,24 @@ def test_signals_that_wake_a_waiting_thread_end_no_wait(
     before, now = _a_look(3.0, 100, 20.0), _a_look(3.0 + cpu_seconds, 100 + slices, 35.0, 7 + issued)
 
     assert _has_moved(before, now) is expected
+
+
+_AT_ITS_END = """
+import threading
+from legacy_ddp._watchdog import process_activity
+def tell_at_end():
+    threading.main_thread().join()
+    print(process_activity.sample().phase)
+threading.Thread(target=tell_at_end).start()
+print(process_activity.sample().phase)
+"""
+
+
+def test_a_process_that_ends_was_in_user_code_at_a_line_of_a_library() -> None:
+    """It was told so of the survivors of a killed rank, for instance "at _watchdog/watchdog.py:191 in note_end"."""
+    done = subprocess.run([sys.executable, "-c", _AT_ITS_END], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "user code\nprocess exit\n"
 
 
 def test_the_stack_of_a_call_under_lightning_did_not_end_at_the_strategy() -> None:

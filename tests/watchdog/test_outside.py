@@ -325,6 +325,9 @@ def test_ranks_that_do_not_come_to_the_constructor_are_named_by_one_rank(level: 
     assert all("rank 0 has not come within" in line for line in lines)
     assert bool(lines) == (level == "info")
     assert len({line.split(" within ")[0] for line in lines}) <= 1
+    assert all(line.endswith(", as reported") for line in lines[1:])
+    ended = [line for rank in range(3) for line in said(tmp_path, rank) if "all ranks have come after" in line]
+    assert len(ended) == (level == "info")
 
 
 # The end of a rank

@@ -317,6 +317,8 @@ def test_the_text_of_a_loss_has_the_position_of_the_rank_and_the_user_s_line() -
     assert format_loss(working, reason) == (
         f"{reason}; rank 2 is in forward after all_reduce() call 4, at job/train.py:88 in save"
     )
+    ends = _works(2, phase="process exit", stack=("_watchdog/watchdog.py:191 in note_end",))
+    assert format_loss(ends, reason) == f"{reason}; rank 2 is in process exit after all_reduce() call 4"
     said = format_loss(
         _waits(0), "connection lost after 0.04 s (Connection closed by peer)", "missing rank 1 (dead, on host a)"
     )

@@ -193,7 +193,7 @@ def test_several_jobs_are_a_table_and_a_process_chooses_one(tmp_path: Path) -> N
     assert status == 0
     rows = table.splitlines()
     assert rows[0].split() == ["pid", "ranks", "hosts", "call", "state"]
-    assert [row.split()[1:3] for row in rows[1:3]] == [["2", "1"]] * 2
+    assert [row.split()[1:3] for row in rows[1:-2] if row[:8].strip()] == [["2", "1"]] * 2  # without texts of waits
     assert rows[-1] == "legacy-ddp watch PID shows one of them"
     jobs = json.loads(data)["jobs"]
     assert [len(job["pids"]) for job in jobs] == [2, 2]
@@ -546,14 +546,14 @@ def test_a_rank_that_has_waited_for_too_long_is_late_although_another_went_on() 
     assert (job["state"], job["seconds"]) == ("late", 70.0)
 
 
-@pytest.mark.parametrize("seconds, state", [(0.01, "moving"), (2.0, "waiting"), (61.0, "late")])
+@pytest.mark.parametrize("seconds, state", [(0.01, "idle"), (2.0, "waiting"), (61.0, "late")])
 def test_a_wait_of_the_script_is_told_if_nothing_has_moved_between_the_polls(seconds: float, state: str) -> None:
     outside = {"in_call": False, "sample": _sample("user code")}
     waits = _row(0, wait=Wait("barrier", "train.py:7 in main", seconds), **outside)
 
     job = _described(waits, _row(1, **outside))
 
-    assert (job["state"], job["missing"]) == (state, [1] if state != "moving" else [])
+    assert (job["state"], job["missing"]) == (state, [1] if state != "idle" else [])
 
 
 @pytest.mark.parametrize(
@@ -669,6 +669,41 @@ def test_a_status_has_the_seconds_between_the_last_two_calls_of_a_wrapper() -> N
 
 
 # The text of the command
+
+
+def test_a_job_of_which_no_rank_moves_was_called_moving() -> None:
+    outside = {"in_call": False, "sample": _sample("user code")}
+    idle, busy = _row(0, **outside), _row(1, **outside, is_busy=True)
+
+    assert _watch.lines([{"pid": 100, **_described(idle)}])[0] == "1 rank on vm, process 100: idle"
+    assert [_described(idle, other)["state"] for other in (busy, _row(1, **outside, is_advancing=True))] == [
+        "moving",
+        "moving",
+    ]
+
+
+def test_the_table_of_a_report_counted_the_time_of_a_wait_from_the_last_call_on() -> None:
+    outside = {"in_call": False, "serial": 4, "sample": _sample("user code", 30.0)}
+    waits = _row(1, wait=Wait("barrier", "train.py:7 in main", 7.0), **outside)
+
+    assert re.search(r"barrier\(\) after all_reduce\(\) call 5 +7\.0 s ", compose([_row(0), waits]).text)
+
+
+def test_the_waits_of_several_jobs_are_told_below_each_and_their_stacks_after_each_table() -> None:
+    outside = {"in_call": False, "sample": _sample("user code")}
+    waits = _row(0, wait=Wait("barrier", "train.py:7 in main", 7.0), **outside)
+    jobs = [(100, [waits, _row(1, **outside)]), (200, [_moving(0)])]
+
+    assert _watch.lines([{"pid": pid, **_described(*rows)} for pid, rows in jobs])[1:] == [
+        "     100      2      1  all_reduce() call 5               waits for 7.0 s",
+        "          outside of calls: rank 0 has waited 7 s in barrier() at train.py:7 in",
+        "          main; rank 1 is not there: user code after all_reduce() call 5, at b",
+        "     200      1      1  all_reduce() call 5               moving",
+        "",
+        "legacy-ddp watch PID shows one of them",
+    ]
+    text = "\n".join(_watch.lines([{"pid": pid, **_described(*rows, with_stacks=True)} for pid, rows in jobs]))
+    assert text.count("stack of rank") == text.count("process ") == 2
 
 
 def test_a_table_of_several_hosts_names_them_and_the_steps() -> None:
