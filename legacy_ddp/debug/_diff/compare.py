@@ -6,26 +6,22 @@ are read a second time, up to the first difference.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from legacy_ddp._text import MAX_SIDES, compare_rows, first_few, name_ranks
-from legacy_ddp.debug._diff import causes, coverage
+from legacy_ddp.debug._diff import causes, verdict
 from legacy_ddp.debug._diff.causes import (
-    SettingDifference,
     SettingDifferences,
     cause_of_ranks,
     cause_of_runs,
     explaining,
     is_apart,
-    setting_causes,
 )
-from legacy_ddp.debug._diff.evidence import Evidence, Kind, explain
+from legacy_ddp.debug._diff.evidence import Kind
 from legacy_ddp.debug._diff.operations import RunOperations
 from legacy_ddp.debug._diff.pair import (
-    MAX_OTHERS,
     SETTINGS,
     SHARED_PHASES,
     Differing,
@@ -40,22 +36,19 @@ from legacy_ddp.debug._diff.pair import (
     find_growth,
     first_of_tensors,
     keep_shared,
-    merge,
     unfinished_step,
 )
 from legacy_ddp.debug._diff.result import (
     ROUNDING_LIMIT,
-    Answer,
     Cause,
     Comparison,
     Divergence,
     MetricDifference,
-    OperationFinding,
 )
+from legacy_ddp.debug._diff.verdict import Found, Words, find_verdict
 from legacy_ddp.debug._trace.read import RankTrace, Run, RunCoverage
-from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
+from legacy_ddp.debug._trace.records import PHASES
 
-_DIVERGENCE_ERROR = "ReplicaDivergenceError"
 _NO_OPERATIONS = (
     "operations are compared between two runs, and not between the ranks of one, which have batches of their own: "
     "cross_check() lets every rank compute the same batch"
@@ -72,7 +65,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     read again up to the first different tensors. Two files are open at a time. Memory grows with the number of steps
     plus the number of ranks, and for different world sizes as in :func:`compare_ranks`.
     """
-    return _result(_RunPairs(a, b).found())
+    return find_verdict(_RunPairs(a, b).found())
 
 
 def compare_ranks(run: Run) -> Comparison:
@@ -86,165 +79,18 @@ def compare_ranks(run: Run) -> Comparison:
     if run.world_size == 1:
         headline = "cannot tell: one rank only, and no other to compare it with; name two runs"
         return Comparison((str(run.folder),), "unknown", headline)
-    return _result(_RankPairs(run).found())
-
-
-@dataclass(frozen=True)
-class _Words:
-    """Words for headlines. ``noun``: of the sides. ``everyone``: all sides, as the subject of a sentence."""
-
-    noun: str
-    everyone: str
-    no_step: str
-    no_phase: str
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What the comparison of all pairs found.
-
-    ``recorded``: by each run. ``compared``: on every rank. ``steps``: those in which a difference counts, ascending.
-    ``locations``: all locations with a difference. ``divergences``: the differences in the first location.
-    ``settings``: those that differ, with ``cause_of`` for their texts. ``around``, ``calls``: differences of the
-    environment and of the calls. ``evidence``: fields of :class:`Evidence` that only one kind of comparison has.
-    ``notes``: about parts that were not compared. ``notes_if_same``: about a different environment that changed no bit.
-    ``equal``, ``where``: for the headline, the equal sides and the ranks of the first divergence. ``problems``:
-    differences between the ranks of one run.
-    """
-
-    words: _Words
-    runs: tuple[Run, ...]
-    recorded: tuple[RunCoverage, ...]
-    compared: coverage.ComparisonCoverage
-    steps: Sequence[int]
-    locations: Mapping[Key, Differing]
-    divergences: Sequence[Divergence]
-    settings: SettingDifferences
-    cause_of: Callable[[SettingDifference], Cause]
-    around: Sequence[Cause]
-    evidence: Mapping[str, Any]
-    operations: OperationFinding | None
-    notes: Sequence[str]
-    notes_if_same: Sequence[str]
-    notes_about_operations: Iterable[str]
-    equal: str
-    where: str
-    calls: Sequence[Cause] = ()
-    problems: Sequence[str] = ()
-    metrics: tuple[MetricDifference, ...] = ()
-
-    def starting_runs(self, step: int) -> list[str]:
-        """Labels of the runs that start with the state after ``step``."""
-        pairs = zip(self.recorded, self.runs, strict=True)
-        return [item.label for item, run in pairs if step == run.environments[0].start]
-
-    def resumed(self) -> tuple[str, int] | None:
-        """Label and start of the run that starts later; None if all runs start with the same step."""
-        starts = {run.environments[0].start: item for item, run in zip(self.recorded, self.runs, strict=True)}
-        return (starts[max(starts)].label, max(starts)) if len(starts) > 1 else None
-
-
-def _result(found: _Found) -> Comparison:
-    """The result: a difference if there is one, else the first doubt, else equality."""
-    first = next(iter(found.divergences), None)
-    likely, others, apart = setting_causes(found.settings, first, found.cause_of)
-    if first:
-        return _different(found, first, [*likely, *found.around, *found.calls, *others], apart)
-    if doubt := next(filter(None, _doubts(found)), ""):
-        return _comparison(found, "unknown", f"cannot tell: {doubt}")
-    phases, tensors, steps = len(found.compared.phases), found.compared.tensors, found.compared.steps
-    counts = f"{phases} phase{'s' * (phases > 1)}, {tensors:,} tensor{'s' * (tensors != 1)}"
-    headline = f"same: {found.equal}, {coverage.format_steps(steps)}, {counts}, bit for bit"
-    changed_no_bit = [*found.notes_if_same, *coverage.cause_notes([*likely, *others, *apart])]
-    return _comparison(found, "same", headline, changed_no_bit)
-
-
-def _different(found: _Found, first: Divergence, causes: Sequence[Cause], apart: Sequence[Cause]) -> Comparison:
-    start: Key = first.step, PHASES.index(first.phase)
-    later = {key: item for key, item in found.locations.items() if key >= start}  # earlier settings are causes
-    locations, more_locations = merge(later, found.steps)
-    starting = found.starting_runs(first.step)
-    evidence = Evidence(
-        first=first,
-        compared=found.compared.phases,
-        is_start=bool(starting),
-        starting_run=starting[0] if len(starting) == 1 else "",
-        previous=max((step for step in found.steps if step < first.step), default=None),
-        resumed=found.resumed(),
-        settings=found.settings.settings,
-        optimizer_steps=found.settings.optimizer_steps,
-        causes=frozenset(cause.what for cause in causes),
-        **found.evidence,
-    )
-    when = f"at the start (step {first.step})" if starting else f"at step {first.step}"
-    return _comparison(
-        found,
-        "different",
-        f"different: {found.words.noun} part {when} in {PHASE_LABELS[first.phase]}{found.where}: {first.name}",
-        first=first,
-        others=tuple(found.divergences[1 : MAX_OTHERS + 1]),
-        size=evidence.size,
-        explanation=explain(evidence),
-        causes=tuple(causes),
-        settings_apart=tuple(apart),
-        locations=locations,
-        more_locations=more_locations,
-    )
-
-
-def _doubts(found: _Found) -> Iterator[str]:
-    """Reasons not to say ``same`` although nothing differs, the most important first. An empty text is no reason."""
-    steps = found.compared.steps
-    for run, recorded in zip(found.runs, found.recorded, strict=True):
-        if recorded.damage:
-            agreed = "nothing differs in what can be compared" if steps else "nothing before it to compare"
-            yield f"{run.folder / recorded.damage[0][1]}; {agreed}"
-    if len(found.runs) > 1 and not found.compared.any_steps:
-        spans = " and ".join(f"{item.label} has {item.span()}" for item in found.recorded)
-        yield f"no step in common ({spans})"
-    if found.problems:
-        yield f"rank 0 of each run holds the same, but {found.problems[0]}"
-    yield coverage.uncompared_steps(found.recorded, steps)
-    if not steps:
-        yield found.words.no_step
-    if not found.compared.phases:
-        yield found.words.no_phase
-    if len(found.runs) == 1 and _DIVERGENCE_ERROR in found.recorded[0].reasons:
-        yield (
-            f"the run ended by {_DIVERGENCE_ERROR} after step {steps[-1]}; all ranks agree up to there, and the error "
-            "shows what differed next"
-        )
-    if all(found.starting_runs(step) for step in steps):
-        yield (
-            f"only the start ({coverage.format_steps(steps)}) was recorded by {found.words.everyone}, where they agree"
-        )
-
-
-def _comparison(found: _Found, verdict: Answer, headline: str, notes: Sequence[str] = (), **more: Any) -> Comparison:
-    steps = found.compared.steps
-    if verdict == "same" and found.operations:
-        headline += "; operations differ, see below"
-    return Comparison(
-        tuple(str(run.folder) for run in found.runs),
-        verdict,
-        headline,
-        (steps[0], steps[-1]) if steps else None,
-        metrics=found.metrics,
-        operations=found.operations,
-        notes=(*found.notes, *notes, *found.notes_about_operations),
-        **more,
-    )
+    return find_verdict(_RankPairs(run).found())
 
 
 class _RunPairs:
     """Rank r of A and rank r of B. If the world sizes differ: rank 0 of A and of B, in the phases that ranks share."""
 
-    _words = _Words("runs", "both", "no step was compared on every rank", "no phase was recorded by both")
+    _words = Words("runs", "both", "no step was compared on every rank", "no phase was recorded by both")
 
     def __init__(self, a: Run, b: Run) -> None:
         self._runs = a, b
         self._recorded = RunCoverage("A"), RunCoverage("B")
-        self._compared = coverage.ComparisonCoverage()
+        self._compared = verdict.ComparisonCoverage()
         self._has_equal_sizes = a.world_size == b.world_size
         # Patterns of buffers with a value of their own on each rank, in either run.
         self._local_buffers = sorted({*a.environments[0].local_buffers, *b.environments[0].local_buffers})
@@ -283,7 +129,7 @@ class _RunPairs:
             self._calls.add_rank(rank, pair, first and first[0])
             self._operations.add_rank(rank, pair, first and first[0])
 
-    def found(self) -> _Found:
+    def found(self) -> Found:
         problems = [] if self._has_equal_sizes else [*self._compare_ranks_of_each()]
         tensors = first_of_tensors(self._locations.found)
         # If only settings differ, there is no divergence but a note: they changed no bit.
@@ -297,7 +143,7 @@ class _RunPairs:
         around = self._environment_causes()
         world_sizes = [run.world_size for run in self._runs]
         equal = f"what runs of {' and of '.join(map(_ranks, world_sizes))} have in common"
-        return _Found(
+        return Found(
             words=self._words,
             runs=self._runs,
             recorded=self._recorded,
@@ -312,7 +158,7 @@ class _RunPairs:
             evidence=self._evidence(first, size) if first else {},
             operations=self._operations.finding(first),
             notes=self._notes(problems),
-            notes_if_same=coverage.cause_notes(around),
+            notes_if_same=verdict.cause_notes(around),
             notes_about_operations=self._operations.notes(first),
             equal=_ranks(world_sizes[0]) if self._has_equal_sizes else equal,
             where=f" of {name_ranks(first.ranks)}" if first and self._has_equal_sizes else "",
@@ -378,9 +224,9 @@ class _RunPairs:
 
     def _notes(self, problems: Sequence[str]) -> list[str]:
         steps = self._compared.any_steps
-        texts = coverage.step_notes(self._runs, self._recorded, steps) + self._compared.notes()
+        texts = verdict.step_notes(self._runs, self._recorded, steps) + self._compared.notes()
         if not self._has_equal_sizes:
-            texts += coverage.world_size_notes(
+            texts += verdict.world_size_notes(
                 self._runs,
                 self._local_buffers,
                 inputs_compared=self._is_reproducible,
@@ -388,7 +234,7 @@ class _RunPairs:
             )
         if steps:
             phases = PHASES if self._has_equal_sizes else SHARED_PHASES
-            texts += coverage.phase_notes(self._runs, self._recorded, phases)
+            texts += verdict.phase_notes(self._runs, self._recorded, phases)
         a, b = (run.folder.resolve() for run in self._runs)
         if a == b:
             texts.append("A and B are the same folder")
@@ -423,7 +269,7 @@ def _settings_until(steps: Sequence[int], tensors: Key | None, starts: Sequence[
 class _RankPairs:
     """Rank 0 of a run and every other rank, in the phases that ranks share."""
 
-    _words = _Words(
+    _words = Words(
         "ranks",
         "all ranks",
         "no step was recorded by all ranks",
@@ -433,7 +279,7 @@ class _RankPairs:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._keep = keep_shared(run.environments[0].local_buffers)
-        self._recorded, self._compared = RunCoverage(""), coverage.ComparisonCoverage()
+        self._recorded, self._compared = RunCoverage(""), verdict.ComparisonCoverage()
         self._locations = Locations()
         self._groups: dict[Key, RankGroups] = {}
         self._unfinished: set[tuple[int, str]] = set()
@@ -471,7 +317,7 @@ class _RankPairs:
         with self._run.open(0, until) as reference, self._run.open(rank, until) as trace:
             yield self._pair(reference, trace)
 
-    def found(self) -> _Found:
+    def found(self) -> Found:
         run, size, located = self._run, self._run.world_size, self._located()
         tensors = first_of_tensors(located)
         settings = _compare_settings(self._compared.steps, tensors, [run], self._other_settings, self._open)
@@ -481,7 +327,7 @@ class _RankPairs:
         divergences.sort(key=lambda item: item.phase == "settings" and is_apart(item.name))
         first = divergences[0] if divergences else None
         around = self._environment_causes()
-        return _Found(
+        return Found(
             words=self._words,
             runs=(run,),
             recorded=(self._recorded,),
@@ -525,11 +371,9 @@ class _RankPairs:
         recorded, size = self._recorded, self._run.world_size
         texts = recorded.notes()
         if missing := [phase for phase in SHARED_PHASES if 0 < len(recorded.phases.get(phase, ())) < size]:
-            texts.append(
-                f"not compared, because not all ranks recorded it: {', '.join(coverage.phase_labels(missing))}"
-            )
-        texts += coverage.optimizer_notes([self._run], recorded.phases)
-        return texts + coverage.local_buffer_notes(self._run.environments[0].local_buffers)
+            texts.append(f"not compared, because not all ranks recorded it: {', '.join(verdict.phase_labels(missing))}")
+        texts += verdict.optimizer_notes([self._run], recorded.phases)
+        return texts + verdict.local_buffer_notes(self._run.environments[0].local_buffers)
 
 
 def _against(first: Divergence) -> str:

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from legacy_ddp._text import compare_rows
-from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence, OperationFinding, OperationRow
+from legacy_ddp.debug._diff.verdict import format_steps
 from legacy_ddp.debug._operations.align import aligned, differing, first_difference
 from legacy_ddp.debug._operations.meaning import Facts, explain
 from legacy_ddp.debug._operations.operation import (

@@ -1,14 +1,20 @@
-"""Coverage of a comparison: what was compared on every rank, and notes about what was not. Pure."""
+"""What was compared on every rank, notes about what was not, and the verdict of a comparison. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from legacy_ddp._text import name_ranks
-from legacy_ddp.debug._diff import causes as environment_diff
-from legacy_ddp.debug._diff.result import Cause
+from legacy_ddp.debug._diff.causes import SettingDifference, SettingDifferences, causes_by_run, setting_causes
+from legacy_ddp.debug._diff.evidence import Evidence, explain
+from legacy_ddp.debug._diff.pair import MAX_OTHERS, Differing, Key, merge
+from legacy_ddp.debug._diff.result import Answer, Cause, Comparison, Divergence, MetricDifference, OperationFinding
 from legacy_ddp.debug._operations.operation import listed
 from legacy_ddp.debug._trace.read import Run, RunCoverage, span
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
+
+_DIVERGENCE_ERROR = "ReplicaDivergenceError"
 
 
 class ComparisonCoverage:
@@ -143,7 +149,7 @@ def world_size_notes(
     runs: Sequence[Run], patterns: Sequence[str], *, inputs_compared: bool, has_operations: bool
 ) -> list[str]:
     a, b = runs
-    _, mixed = environment_diff.causes_by_run(a.environments, b.environments)
+    _, mixed = causes_by_run(a.environments, b.environments)
     parts = ["local gradients", *["inputs"] * (not inputs_compared), *["operations"] * has_operations]
     notes = [f"world sizes {a.world_size} and {b.world_size}: {listed(parts)} were not compared"]
     if mixed:
@@ -165,3 +171,148 @@ def cause_notes(causes: Sequence[Cause]) -> list[str]:
 
 def phase_labels(phases: Iterable[str]) -> list[str]:
     return [PHASE_LABELS[phase] for phase in PHASES if phase in set(phases)]
+
+
+@dataclass(frozen=True)
+class Words:
+    """Words for headlines. ``noun``: of the sides. ``everyone``: all sides, as the subject of a sentence."""
+
+    noun: str
+    everyone: str
+    no_step: str
+    no_phase: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the comparison of all pairs found.
+
+    ``recorded``: by each run. ``compared``: on every rank. ``steps``: those in which a difference counts, ascending.
+    ``locations``: all locations with a difference. ``divergences``: the differences in the first location.
+    ``settings``: those that differ, with ``cause_of`` for their texts. ``around``, ``calls``: differences of the
+    environment and of the calls. ``evidence``: fields of :class:`Evidence` that only one kind of comparison has.
+    ``notes``: about parts that were not compared. ``notes_if_same``: about a different environment that changed no bit.
+    ``equal``, ``where``: for the headline, the equal sides and the ranks of the first divergence. ``problems``:
+    differences between the ranks of one run.
+    """
+
+    words: Words
+    runs: tuple[Run, ...]
+    recorded: tuple[RunCoverage, ...]
+    compared: ComparisonCoverage
+    steps: Sequence[int]
+    locations: Mapping[Key, Differing]
+    divergences: Sequence[Divergence]
+    settings: SettingDifferences
+    cause_of: Callable[[SettingDifference], Cause]
+    around: Sequence[Cause]
+    evidence: Mapping[str, Any]
+    operations: OperationFinding | None
+    notes: Sequence[str]
+    notes_if_same: Sequence[str]
+    notes_about_operations: Iterable[str]
+    equal: str
+    where: str
+    calls: Sequence[Cause] = ()
+    problems: Sequence[str] = ()
+    metrics: tuple[MetricDifference, ...] = ()
+
+    def starting_runs(self, step: int) -> list[str]:
+        """Labels of the runs that start with the state after ``step``."""
+        pairs = zip(self.recorded, self.runs, strict=True)
+        return [item.label for item, run in pairs if step == run.environments[0].start]
+
+    def resumed(self) -> tuple[str, int] | None:
+        """Label and start of the run that starts later; None if all runs start with the same step."""
+        starts = {run.environments[0].start: item for item, run in zip(self.recorded, self.runs, strict=True)}
+        return (starts[max(starts)].label, max(starts)) if len(starts) > 1 else None
+
+
+def find_verdict(found: Found) -> Comparison:
+    """The result: a difference if there is one, else the first doubt, else equality."""
+    first = next(iter(found.divergences), None)
+    likely, others, apart = setting_causes(found.settings, first, found.cause_of)
+    if first:
+        return _different(found, first, [*likely, *found.around, *found.calls, *others], apart)
+    if doubt := next(filter(None, _doubts(found)), ""):
+        return _comparison(found, "unknown", f"cannot tell: {doubt}")
+    phases, tensors, steps = len(found.compared.phases), found.compared.tensors, found.compared.steps
+    counts = f"{phases} phase{'s' * (phases > 1)}, {tensors:,} tensor{'s' * (tensors != 1)}"
+    headline = f"same: {found.equal}, {format_steps(steps)}, {counts}, bit for bit"
+    changed_no_bit = [*found.notes_if_same, *cause_notes([*likely, *others, *apart])]
+    return _comparison(found, "same", headline, changed_no_bit)
+
+
+def _different(found: Found, first: Divergence, causes: Sequence[Cause], apart: Sequence[Cause]) -> Comparison:
+    start: Key = first.step, PHASES.index(first.phase)
+    later = {key: item for key, item in found.locations.items() if key >= start}  # earlier settings are causes
+    locations, more_locations = merge(later, found.steps)
+    starting = found.starting_runs(first.step)
+    evidence = Evidence(
+        first=first,
+        compared=found.compared.phases,
+        is_start=bool(starting),
+        starting_run=starting[0] if len(starting) == 1 else "",
+        previous=max((step for step in found.steps if step < first.step), default=None),
+        resumed=found.resumed(),
+        settings=found.settings.settings,
+        optimizer_steps=found.settings.optimizer_steps,
+        causes=frozenset(cause.what for cause in causes),
+        **found.evidence,
+    )
+    when = f"at the start (step {first.step})" if starting else f"at step {first.step}"
+    return _comparison(
+        found,
+        "different",
+        f"different: {found.words.noun} part {when} in {PHASE_LABELS[first.phase]}{found.where}: {first.name}",
+        first=first,
+        others=tuple(found.divergences[1 : MAX_OTHERS + 1]),
+        size=evidence.size,
+        explanation=explain(evidence),
+        causes=tuple(causes),
+        settings_apart=tuple(apart),
+        locations=locations,
+        more_locations=more_locations,
+    )
+
+
+def _doubts(found: Found) -> Iterator[str]:
+    """Reasons not to say ``same`` although nothing differs, the most important first. An empty text is no reason."""
+    steps = found.compared.steps
+    for run, recorded in zip(found.runs, found.recorded, strict=True):
+        if recorded.damage:
+            agreed = "nothing differs in what can be compared" if steps else "nothing before it to compare"
+            yield f"{run.folder / recorded.damage[0][1]}; {agreed}"
+    if len(found.runs) > 1 and not found.compared.any_steps:
+        spans = " and ".join(f"{item.label} has {item.span()}" for item in found.recorded)
+        yield f"no step in common ({spans})"
+    if found.problems:
+        yield f"rank 0 of each run holds the same, but {found.problems[0]}"
+    yield uncompared_steps(found.recorded, steps)
+    if not steps:
+        yield found.words.no_step
+    if not found.compared.phases:
+        yield found.words.no_phase
+    if len(found.runs) == 1 and _DIVERGENCE_ERROR in found.recorded[0].reasons:
+        yield (
+            f"the run ended by {_DIVERGENCE_ERROR} after step {steps[-1]}; all ranks agree up to there, and the error "
+            "shows what differed next"
+        )
+    if all(found.starting_runs(step) for step in steps):
+        yield (f"only the start ({format_steps(steps)}) was recorded by {found.words.everyone}, where they agree")
+
+
+def _comparison(found: Found, verdict: Answer, headline: str, notes: Sequence[str] = (), **more: Any) -> Comparison:
+    steps = found.compared.steps
+    if verdict == "same" and found.operations:
+        headline += "; operations differ, see below"
+    return Comparison(
+        tuple(str(run.folder) for run in found.runs),
+        verdict,
+        headline,
+        (steps[0], steps[-1]) if steps else None,
+        metrics=found.metrics,
+        operations=found.operations,
+        notes=(*found.notes, *notes, *found.notes_about_operations),
+        **more,
+    )
