@@ -105,6 +105,7 @@ class SlotViews:
         tensors = [self._make(slot) for slot in self._slots]
         self.made = made = _made(tensors, [view.untyped_storage() for view in tensors], [])
         self._addresses = list(map(torch.Tensor.data_ptr, tensors))
+        self._strides = list(map(torch.Tensor.stride, tensors))  # torch 2.8: of a dimension of one element always 1
         # Counted with a second list that holds the tensors, because every later count is made with a second list, too.
         self._expected_refs = internals.ref_counts(tensors[:], made.storages[:], made.handles)
         (self._expected_storage_refs,) = _ref_counts_of_each([internals.under_own_storage(self.flat).untyped_storage()])
@@ -162,7 +163,7 @@ class SlotViews:
             type(view) is torch.Tensor
             and view.data_ptr() == self._addresses[index]
             and view.shape == slot.shape
-            and view.stride() == slot.stride
+            and view.stride() == self._strides[index]
             and view.dtype == self.flat.dtype
             and not (view.requires_grad or view.is_conj() or view.is_neg())
         )

@@ -211,8 +211,6 @@ def test_at_another_moment_and_with_other_values_the_plan_and_its_memory_are_the
         add_gradients(model, 3.0)
         with MOMENTS[name]():
             model.all_reduce()
-        if name == "autocast" and torch.__version__.startswith("2.8."):
-            continue  # the memory moves there, which costs time alone
         assert weight.grad.data_ptr() == place
 
 
