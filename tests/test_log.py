@@ -26,7 +26,7 @@ def wrap():
     dist.destroy_process_group()
 """
 PAGE = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
-BY_LEVEL, BY_HANDLER, SILENCED = (
+BY_LEVEL, BY_HANDLER, SILENCED, WITHOUT_WAITS = (
     recipe
     for recipe in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     if "import logging" in recipe
@@ -127,6 +127,15 @@ def test_the_recipe_with_a_filter_silences_one_kind_of_warnings(tmp_path: Path) 
 
     assert "of all ranks" not in errors
     assert "WARNING legacy_ddp rank 0: another" in errors
+
+
+def test_the_recipe_with_the_event_silences_waits_and_keeps_the_ends_of_ranks(tmp_path: Path) -> None:
+    code = (
+        'for event in ("waiting", "arrived", "lost"): logger_of(0).warning("told: %s", event, extra={"event": event})'
+    )
+    (errors,) = _errors(tmp_path, f"{WITHOUT_WAITS}\n{code}\n")
+
+    assert re.fullmatch(f"{_TIME} WARNING legacy_ddp rank 0: told: lost\n", errors), errors
 
 
 def test_the_place_of_a_warning_is_the_line_of_the_script(tmp_path: Path) -> None:
