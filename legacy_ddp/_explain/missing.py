@@ -250,6 +250,8 @@ def reason(row: Row) -> str:
         return f"its process is {row.process}"
     if row.outcome is Outcome.SILENT and row.process == RUNNING:
         return "its process is running but does not answer: Python may be held up by C code"
+    if row.note and row.sample:  # at the exit of its process
+        return f"{row.note}; its process goes on{_location(row.sample)}"
     work = row.sample.local_work if row.sample and not row.in_call else ""
     return row.note or f"{activity_text(row)}{_location(row.sample)}{work and f'; {work}'}"
 

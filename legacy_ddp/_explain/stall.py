@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from legacy_ddp._explain.missing import MIN_WAIT_SECONDS, ranks_by_state, reason, report_text, reporters
 from legacy_ddp._text import name_ranks, printable
+from legacy_ddp._watchdog.ending import was_asked
 from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.stall import Wait
 from legacy_ddp._watchdog.status import Row
@@ -12,7 +13,7 @@ from legacy_ddp._watchdog.status import Row
 OUTSIDE = "outside"  # the phase of such a report
 _NOBODY_MISSING = "all of them are there; look at the network between them"
 _TWO_LINES = "all of them are there, at different lines; look at the network between them"
-_NO_MESSAGE = "each waits for a message that the other does not send or take"
+_NO_MESSAGE = "{} wait for messages that no other sends or takes"
 _EACH_OTHER = "they wait for each other: make the same collectives in the same order on every rank"
 
 
@@ -48,6 +49,8 @@ def compose_stall(rows: Sequence[Row], global_ranks: Sequence[int], job_size: in
     for rank, wait in waits.items():
         places.setdefault(_Place(_collective(wait, numbers), wait.line), []).append(rank)
     absent = [row for row in rows if row.rank in _expected(waits, numbers) and row.rank not in waits]
+    if any(was_asked(row.note) for row in absent):
+        return None
     hint = [] if absent else [_hint(waits, places, numbers, job_size - len(rows))]
     if [*global_ranks] != [*range(len(rows))]:
         all_here = f"{name_ranks(range(len(rows)))} of the wrapper's process group"
@@ -99,12 +102,30 @@ def _hint(
         if _expected({rank: waits[rank] for rank in ranks}, numbers) <= {*ranks}
     ]
     if not complete:
-        return _NO_MESSAGE if all(collective.source >= 0 for collective in ranks_in) else _EACH_OTHER
+        circle = _circle(waits, numbers)
+        return _NO_MESSAGE.format(name_ranks(circle)) if circle else _EACH_OTHER
     if len(ranks_in) == 1:
         return _NOBODY_MISSING if len(places) == 1 else _TWO_LINES
     collective, ranks_there = complete[0]
     first = f"all of {name_ranks(sorted(ranks_there))} are in {collective.function}()"
     return f"{first}: look at the network between them first"
+
+
+def _circle(waits: Mapping[int, Wait], numbers: Mapping[int, int]) -> list[int]:
+    """The ranks that wait for messages of each other. Other ranks may wait for these."""
+    awaited = {rank: numbers[wait.source] for rank, wait in waits.items() if wait.source in numbers}
+    while outside := [rank for rank, source in awaited.items() if source not in awaited]:
+        for rank in outside:
+            del awaited[rank]
+    if not awaited:
+        return []
+    rank = min(awaited)
+    for _ in awaited:  # the first steps may lead to the circle
+        rank = awaited[rank]
+    circle = [rank]
+    while (rank := awaited[rank]) != circle[0]:
+        circle.append(rank)
+    return sorted(circle)
 
 
 def _collective(wait: Wait, numbers: Mapping[int, int]) -> _Collective:
@@ -143,7 +164,7 @@ def _describe_absent(absent: Sequence[Row], describe: Callable[[Row], str]) -> l
 
 
 def _doing(row: Row) -> str:
-    if row.sample is None or not row.sample.line or row.is_gone or row.is_silent:
+    if row.sample is None or not row.sample.line or row.note or row.is_gone or row.is_silent:
         return reason(row)
     if row.is_in_debugger:
         return f"at {row.sample.line}, in a debugger"

@@ -156,8 +156,12 @@ def is_of_transport(error: BaseException | None) -> bool:
 
 def is_fault(reason: str) -> bool:
     """Whether a rank that ended for ``reason`` ended by an error of its own, and not as it was asked to."""
-    was_asked = AFTER_A_SIGNAL in reason or " with KeyboardInterrupt" in reason
-    return not was_asked and not reason.startswith((LEFT_NORMALLY, LEFT_AFTER_LOSS))
+    return not was_asked(reason) and not reason.startswith((LEFT_NORMALLY, LEFT_AFTER_LOSS))
+
+
+def was_asked(reason: str) -> bool:
+    """Whether a rank that ended for ``reason`` was asked to end."""
+    return AFTER_A_SIGNAL in reason or " with KeyboardInterrupt" in reason
 
 
 def exit_reason(call: str) -> str:

@@ -25,6 +25,7 @@ from legacy_ddp._watchdog.client import (
     request,
     request_all,
 )
+from legacy_ddp._watchdog.ending import has_shown_error
 from legacy_ddp._watchdog.local import FORMAT
 from legacy_ddp._watchdog.process import Identity
 from legacy_ddp._watchdog.reports import Report, ReportFile, WarningPolicy
@@ -77,7 +78,7 @@ class FailureRecord:
             report = explainer().waiting(rows, failure, was_polled=False)
             self._missing = report.missing
         self._policy.save(report, "from this rank alone, before any other rank was asked:\n")
-        if logs:
+        if logs and not has_shown_error():  # else this process ends, and note_end() of the watchdog tells it
             # Before a poll a rank of another host may be the missing one: the reason alone may say more.
             missing = report.summary if report.missing and not failure.ranks else ""
             self._policy.notify_loss(explainer().loss(rows[self._view.own.rank], failure.reason, missing), report)
@@ -294,6 +295,8 @@ class StallReports:
 
     def _tell_end(self) -> None:
         """Tell the rank that made the report: it knows where the report is shown. Another rank may answer by now."""
+        if has_shown_error():
+            return  # it has ended the wait
         message = {"request": "stall", "what": "end"}
         if self._asked is None or not self._exchange.ask(self._asked, message):
             self._exchange.ask_lowest(message)

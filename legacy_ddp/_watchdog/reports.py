@@ -241,6 +241,7 @@ class WarningPolicy:
         self._next_seconds = warn_after_seconds
         self._is_checking = self._is_early = False
         self._stall_began = float("-inf")
+        self._stall_in_full = ""  # the summary of the last wait that was logged in full
         self._stall_due = 0.0  # the seconds after which the same wait is told again
         self._last: Report | None = None  # of this call
         self.last_in_full: Report | None = None  # the last report of this call that was logged in full
@@ -278,7 +279,8 @@ class WarningPolicy:
         self._last = report
 
     def warn_of_stall(self, report: Report) -> None:
-        """Log a report on a wait outside of calls: in full, a line at twice the time each, nothing in between.
+        """Log a report on a wait outside of calls: in full, a line at twice the time each, nothing in between. A later
+        wait at the same places is a line, too, and in full in the file alone.
 
         A rank that computes or is in a debugger is one line, once: it may evaluate the model alone, by design.
         """
@@ -291,9 +293,12 @@ class WarningPolicy:
         if is_longer and report.seconds < 0.9 * self._stall_due:
             return  # of another rank that waits, too
         self._last, self._stall_due = report, 2 * report.seconds
-        if not report.is_busy and not is_longer:
+        if not report.is_busy and not is_longer and report.summary != self._stall_in_full:
+            self._stall_in_full = report.summary
             self.tell_in_full(report)
         elif not report.is_busy:
+            if not is_longer:
+                self._file.append(report.filed)
             self._log(f"{report.head}, as reported", report)
         elif not is_longer:
             self._log(f"{report.head}", report)

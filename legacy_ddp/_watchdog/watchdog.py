@@ -31,6 +31,7 @@ from legacy_ddp._watchdog.ending import (
     has_shown_error,
     is_fault,
     is_of_transport,
+    was_asked,
     watch_exit,
 )
 from legacy_ddp._watchdog.exchange import (
@@ -41,12 +42,13 @@ from legacy_ddp._watchdog.exchange import (
     StallReports,
     broadcast_failure,
 )
-from legacy_ddp._watchdog.process import Identity
+from legacy_ddp._watchdog.process import AT_END, Identity
 from legacy_ddp._watchdog.reports import Report, ReportFile, WarningPolicy
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
 from legacy_ddp._watchdog.stall import StallWatch
 from legacy_ddp._watchdog.status import (
     LEFT_AFTER_LOSS,
+    LEFT_NORMALLY,
     GroupView,
     Payload,
     PayloadWatch,
@@ -188,32 +190,46 @@ class Watchdog:
         if not self._is_of_process or _NOTED in vars(error):
             return
         vars(error)[_NOTED] = True  # once, whatever the number of groups
-        deadline = time.monotonic() + _CAUSE_SECONDS
-        while (found := self._find_first_end()) is None and time.monotonic() < deadline:
+        begun = time.monotonic()
+        while (found := self._find_first_end(waited := time.monotonic() - begun)) is None and waited < _CAUSE_SECONDS:
             time.sleep(RETRY_SECONDS)
         if found is not None:
             self._first_end = found
+            if self._is_next_of(found.rank) and found.rank in self._status.exit_reasons:
+                self._spread_end(found.rank)
             text = f"{found.text}; this rank ends because the connection to it is lost"
             logger_of(self.rank).warning("%s", text, extra={"event": "lost", "ranks": [found.rank]})
             end_after(error, self.processes([found.rank]))
 
-    def _find_first_end(self) -> "_End | None":
-        for rank, reason in list(self._status.exit_reasons.items()):
+    def _find_first_end(self, waited_seconds: float) -> "_End | None":
+        """The rank that ended by an error; after a pause also one that ended without, while others went on."""
+        reasons = dict(self._status.exit_reasons)
+        for rank, reason in reasons.items():
             if is_fault(reason):
                 return _End(rank, f"{name_ranks([rank])} {reason}")
         failure = self._record.failure
-        return _End(failure.ranks[0], failure.reason) if failure is not None and failure.ranks else None
+        if failure is not None and failure.ranks:
+            return _End(failure.ranks[0], failure.reason)
+        for rank, reason in reasons.items():
+            if waited_seconds > _ENDS_TOGETHER_SECONDS and reason.startswith(LEFT_NORMALLY) and not was_asked(reason):
+                return _End(rank, f"{name_ranks([rank])} {reason}")
+        return None
+
+    def _end_reason(self) -> str:
+        """How and where this process ends, for other ranks."""
+        if reason := self._record.exit_reason():
+            return reason
+        if self._first_end is not None:
+            return LEFT_AFTER_LOSS + (f": {self._first_end.text}" if self._first_end.text else "")
+        work = local_work_text()
+        return exit_reason(f"{self._status.call}{work and f' ({work})'}")
 
     def close(self) -> None:
         """Stop, after sending the exit reason to the neighbours."""
         self.note_end()
         if self in _open:
             _open.remove(self)
-        work = local_work_text()
-        reason = self._record.exit_reason()
-        if self._first_end is not None and not reason:
-            reason = LEFT_AFTER_LOSS + (f": {self._first_end.text}" if self._first_end.text else "")
-        self._server.close(reason or exit_reason(f"{self._status.call}{work and f' ({work})'}"))
+        self._server.close(self._end_reason())
         self._background.close()
         self.file.close()
 
@@ -226,7 +242,8 @@ class Watchdog:
 
     def _answer(self, message: Message) -> Message:
         if message["request"] == "status":
-            return own_status(self._status, self._view.peers)
+            status = own_status(self._status, self._view.peers)
+            return {**status, "note": self._end_reason()} if status["sample"]["phase"] == AT_END else status
         if message["request"] == "end":
             self._status.exit_reasons[int(message["rank"])] = str(message["reason"])
             return {}
@@ -284,9 +301,17 @@ class Watchdog:
             return
         is_first = rank not in self._status.exit_reasons  # with two ranks there are two connections
         self._status.exit_reasons[rank] = exit_reason
-        is_next = self.rank == (rank + 1) % len(self._view.peers)  # one of its two neighbours
-        if is_first and is_next and self._is_of_process and is_fault(exit_reason):
+        if is_first and self._is_next_of(rank) and self._is_of_process and is_fault(exit_reason):
             self._background.submit(self._tell_end, rank, exit_reason)
+
+    def _is_next_of(self, rank: int) -> bool:
+        """Whether this is the one of its two neighbours that tells of its end."""
+        return self.rank == (rank + 1) % len(self._view.peers)
+
+    def _spread_end(self, rank: int) -> None:
+        """Let every rank know the exit reason of a neighbour."""
+        message = {"request": "end", "rank": rank, "reason": self._status.exit_reasons[rank]}
+        request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)
 
     def _tell_end(self, rank: int, reason: str) -> None:
         """Log the end of a rank by an error, and let every rank know the reason."""
@@ -296,8 +321,7 @@ class Watchdog:
         is_told = any(is_fault(other) for number, other in list(self._status.exit_reasons.items()) if number != rank)
         if has_shown_error() or is_told:
             return
-        message = {"request": "end", "rank": rank, "reason": reason}
-        request_all(self._view.others(range(len(self._view.peers))), message, self._view.own.identity)
+        self._spread_end(rank)
         # Now, and not after another pause: a launcher ends this process soon after the other has ended.
         if not has_shown_error() and self in _open:
             text = f"{name_ranks([rank])} {reason}"

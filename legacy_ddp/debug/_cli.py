@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -228,8 +229,10 @@ def _watch_again(given: argparse.Namespace) -> int:
         while True:
             begun = time.monotonic()
             answers, notes = watch.look(given.pid, with_stacks=given.stacks)
-            lines = [*watch.lines(answers), *notes]
-            _write((_CLEAR if is_terminal else "") + "\n".join(map(printable, lines)) + ("" if is_terminal else "\n"))
+            lines = [datetime.now().isoformat(" ", "seconds"), *watch.lines(answers), *notes]
+            text = "\n".join(map(printable, lines))
+            if not _write(f"{_CLEAR}{text}" if is_terminal else f"{text}\n"):
+                return watch.exit_status(answers)
             time.sleep(max(0.0, begun + given.every - time.monotonic()))
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -257,17 +260,19 @@ def _print(output: "list[str] | dict[str, Any]", status: int) -> int:
     return status
 
 
-def _write(text: str) -> None:
-    """Write to stdout. No failure if a reader such as ``head`` closes it early."""
+def _write(text: str) -> bool:
+    """Write to stdout. No failure if a reader such as ``head`` closes it early; returns whether it is open."""
     try:
         print(text)
         if sys.stdout:
             sys.stdout.flush()
     except BrokenPipeError:
         _discard_stdout()
+        return False
     except OSError:
         _discard_stdout()
         raise
+    return True
 
 
 def _discard_stdout() -> None:

@@ -128,8 +128,18 @@ _WORD = re.compile(r"[a-z_]+")
 _VALUE = re.compile(rf"'[^']*'|\d[\d.,\-+e]*|{GAP}")
 _DEFAULT = re.compile(r"^\s*The default form of \[(\w+)\]")
 _KIND = re.compile(r"^.*?(?:Warning|Error): ")  # ``train.py:9: UserWarning:``
-# What a line holds of the script: the text of an error, and a place.
-_OF_SCRIPT = re.compile(r" with \w+: .*|,? at \S+:\d+ in \S+")
+_PREFIX = re.compile(r"^.*\blegacy_ddp rank [\d?]+: |^\[rank\d+\]:\s*")  # of a record, and of torch's display
+# Lines of the log that are put together from many pieces, by their form.
+_FORMS = (
+    (re.compile(r"rank \d+ (?:left|ended unexpectedly|closed its status server)\b"), "A rank has ended"),
+    (
+        re.compile(
+            r"outside of calls|.*\b(?:wait outside of calls|ranks have waited)\b|.*\bha(?:s|ve) not come\b|"
+            r".*\ball ranks have (?:come|arrived)\b"
+        ),
+        "Ranks have waited",
+    ),
+)
 _FEWEST_PAIRS = 3
 _SHARE = 0.5
 _MOST_SECTIONS = 3  # that a text may belong to
@@ -191,7 +201,11 @@ def _find_line(line: str, sections: list[Section]) -> list[Section]:
     """The sections whose texts have most of the pairs of words in ``line``. A pair of few sections counts more than a
     common pair. Empty if no section has half of the weight, or if the line has too few words.
     """
-    wanted = _pairs(_KIND.sub("", _OF_SCRIPT.sub("", line)))
+    line = _PREFIX.sub("", line.strip())
+    form = next((title for form, title in _FORMS if form.match(line)), None)
+    if form is not None:
+        return [section for section in sections if section.title == form]
+    wanted = _pairs(_KIND.sub("", line))
     # An error and its warning have the same texts, so they count as one holder of a pair.
     holders: dict[_Pair, set[frozenset[str]]] = {pair: set() for pair in wanted}
     for pairs, titles in _known_texts(tuple(sections)):
@@ -204,9 +218,7 @@ def _find_line(line: str, sections: list[Section]) -> list[Section]:
             scores[title] += weights[pair]
     candidates = [section for section in sections if "Warning: " not in line or section.group == "Warnings"]
     best = max(scores[section.title] for section in candidates)
-    total = sum(weights.values())
-    # A few words must be in texts of the library as they are.
-    if not wanted or best < (total if len(wanted) < _FEWEST_PAIRS else _SHARE * total):
+    if len(wanted) < _FEWEST_PAIRS or best < _SHARE * sum(weights.values()):
         return []
     equals = [section for section in candidates if scores[section.title] == best]
     # Warnings first: the line of an error has the name of its class, which find() has looked up.

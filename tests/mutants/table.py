@@ -1103,7 +1103,7 @@ WORDS = (
     ),
     Mutant(
         "any line fits a section",
-        "best < (total if len(wanted) < _FEWEST_PAIRS else _SHARE * total)",
+        "best < _SHARE * sum(weights.values())",
         "best < 0.0",
         "tests/debug/test_explain.py -k other_code",
     ),

@@ -229,7 +229,7 @@ def test_a_rank_that_others_wait_for_outside_of_calls_is_named_once_with_places_
 
     told = re.findall(rf"legacy_ddp WARNING: outside of calls: {expected}(, as reported)?", text)
     assert told[:1] == [""], text
-    assert all(told[1:]) or name == "signals"  # once in full; a signal may end the wait of one rank on a loaded machine
+    assert all(told[1:])  # once in full
     assert "stack of rank 0, innermost last:" in text
     assert ENDED in text
     assert said(tmp_path, 1) == said(tmp_path, 2) == []
@@ -355,6 +355,7 @@ dist.all_gather_object(found, rank)
 ENDS = {
     "an exception": ('raise ValueError("bad batch 17")', "with ValueError: bad batch 17, at script.py:14 in validate"),
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "unexpectedly"),
+    "no error": ("sys.exit()", "left without an error after all_reduce() call 2, at the end of its script"),
 }
 
 
@@ -367,13 +368,36 @@ def test_the_rank_that_ended_first_is_told_at_once_and_behind_the_error_of_every
     runs = fork_scripts([("script.py",)] * 3, [{"RANK": str(rank)} for rank in range(3)], cwd=tmp_path)
     texts: list[Any] = [run.stderr for run in runs]
 
-    assert 0 not in [run.returncode for run in runs]
+    assert 0 not in (runs[0].returncode, runs[2].returncode)
     told = [[line for line in text.splitlines() if "legacy_ddp rank" in line and expected in line] for text in texts]
     assert told[1] == []
     at_the_end = "this rank ends because the connection to it is lost"
     for rank in (0, 2):
-        assert [line for line in told[rank] if at_the_end in line] != [], texts[rank]
+        assert len([line for line in told[rank] if at_the_end in line]) == 1, texts[rank]
         assert texts[rank].index("RuntimeError: ") < texts[rank].index(at_the_end)
+
+
+_AFTER_A_WAIT = """
+if rank == 1:
+    while not os.path.exists("told"):
+        time.sleep(0.02)
+    sys.exit()
+dist.barrier()
+"""
+
+
+@pytest.mark.thorough
+def test_the_end_of_a_wait_by_the_end_of_a_rank_was_told_as_if_all_were_well(tmp_path: Path) -> None:
+    checks = f"Linear(2, 1), checks=Checks(warn_after_seconds={SECONDS})"
+    script = textwrap.dedent(_SCRIPT).partition("def validate")[0].replace("Linear(2, 1)", checks)
+    script = script.replace("import Legacy", "import Checks, Legacy")
+    (tmp_path / "script.py").write_text(f"import time\nfrom pathlib import Path\n{_WATCH}{script}{_AFTER_A_WAIT}")
+    runs = fork_scripts([("script.py",)] * 3, [{"RANK": str(rank)} for rank in range(3)], cwd=tmp_path)
+    text = "".join(run.stderr for run in runs)
+
+    assert "rank 1 is not there" in " ".join(text.split())
+    assert ENDED not in text
+    assert len(re.findall("rank 1 left without an error .*; this rank ends because", text)) == 2
 
 
 # The file "told" is made by the first record of the log, on any rank.

@@ -311,9 +311,10 @@ def test_a_wait_outside_of_calls_is_told_at_twice_the_time_and_its_end_once(
     rank_0.policy.end_stall()
     assert rank_0.logged() == []
     assert [warn(seconds, 100.0, is_busy=True) for seconds in (4.0, 8.0, 16.0)] == [[BAD.head], [], []]
-    # later waits in the same place, also if the end of the one before was not told
+    # later waits in the same place, also if the end of the one before was not told, and one in another place
     assert warn(4.0, 200.0, is_busy=True) == [BAD.head]
-    assert [warn(4.5, begin) for begin in (300.0, 400.0)] == [[FULL], [FULL]]
+    assert [warn(4.5, begin) for begin in (300.0, 400.0)] == [[f"{BAD.head}, as reported"]] * 2
+    assert warn(4.5, 500.0, summary="at another line") == [FULL]
 
 
 def test_a_report_is_logged_in_full_and_filed_once_a_call_and_the_success_is_logged(rank_0: _Logged) -> None:

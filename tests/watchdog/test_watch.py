@@ -588,7 +588,14 @@ _BARRIER, _RECV = Wait("barrier", "train.py:7 in main", 70.0), Wait("recv", "pip
     [
         ([_BARRIER, replace(_BARRIER, line="train.py:9 in main")], "all of them are there, at different lines"),
         ([_BARRIER, replace(_BARRIER, function="all_reduce")], "they wait for each other: make the same collectives"),
-        ([replace(_RECV, source=1), replace(_RECV, source=0)], "each waits for a message that the other does not send"),
+        (
+            [replace(_RECV, source=1), replace(_RECV, source=0)],
+            "ranks 0-1 wait for messages that no other sends or takes",
+        ),
+        (
+            [replace(_RECV, source=1), replace(_RECV, source=2), replace(_RECV, source=1), _BARRIER],
+            "ranks 1-2 wait for messages that no other sends or takes",
+        ),
         (
             [replace(_BARRIER, ranks=(0, 1)), replace(_BARRIER, ranks=(0, 1)), _BARRIER],
             "all of ranks 0-1 are in barrier(): look at the network between them first",
@@ -610,6 +617,18 @@ def test_the_hint_fits_what_the_ranks_wait_in(waits: list[Wait], told: str) -> N
             "summary"
         ]
     )
+
+
+def test_a_rank_whose_process_goes_on_after_its_end_is_told_with_the_reason_of_the_end() -> None:
+    """It was "process exit", at a line of threading, for as long as a thread of the script went on."""
+    left = "left after all_reduce() call 4 with ValueError: bad, at train.py:15 in main"
+    place = "threading.py:1590 in _shutdown"
+    ends = _row(1, in_call=False, serial=4, note=left, sample=_sample("process exit", stack=(place,)))
+    waits = _row(0, in_call=False, sample=_sample("user code"), wait=_BARRIER)
+
+    assert _described(waits, ends)["summary"].endswith(f"rank 1 is not there: {left}; its process goes on, at {place}")
+    asked = replace(ends, note="left after all_reduce() call 4 with KeyboardInterrupt, at train.py:15 in main")
+    assert _described(waits, asked)["summary"] == ""
 
 
 def test_a_rank_that_stopped_early_and_waits_for_the_others_is_told_with_the_reason() -> None:
