@@ -816,8 +816,20 @@ WATCHDOG = (
         "tests/watchdog/test_activity.py -k signals",
     ),
     Mutant(
+        "a rank that left without an error is not named",
+        "if waited_seconds > _ENDS_TOGETHER_SECONDS and reason.startswith(LEFT_NORMALLY) and not was_asked(reason):",
+        "if False:",
+        "tests/watchdog/test_outside.py -k ended_first",
+    ),
+    Mutant(
+        "a rank at the exit of its process has no reason",
+        'if status["sample"]["phase"] == AT_END else status',
+        "if False else status",
+        "tests/watchdog/test_activity.py -k goes_on",
+    ),
+    Mutant(
         "the neighbour of a rank that raised says nothing",
-        "if is_first and is_next and self._is_of_process and is_fault(exit_reason):",
+        "if is_first and self._is_next_of(rank) and self._is_of_process and is_fault(exit_reason):",
         "if False:",
         "tests/watchdog/test_outside.py -k others_go_on",
     ),

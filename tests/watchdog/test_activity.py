@@ -241,6 +241,35 @@ def test_a_process_that_ends_was_in_user_code_at_a_line_of_a_library() -> None:
     assert done.stdout == "user code\nprocess exit\n"
 
 
+_GOES_ON = """
+import sys
+import threading
+import torch.distributed as dist
+from torch import nn
+from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp._watchdog import watchdog
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+model = LegacyDistributedDataParallel(nn.Linear(1, 1))
+def ask():
+    threading.main_thread().join()
+    print(watchdog._largest()._answer({"request": "status"})["note"])
+threading.Thread(target=ask).start()
+if rank == 1:
+    raise ValueError("bad batch")
+"""
+
+
+@pytest.mark.thorough
+def test_a_rank_whose_process_goes_on_for_a_thread_answers_with_its_exception(tmp_path: Path) -> None:
+    # Real processes: a forked one has the frames of its parent.
+    command = [sys.executable, "-c", _GOES_ON]
+    with subprocess.Popen([*command, "0", str(tmp_path / "store")], cwd=ROOT, stderr=subprocess.DEVNULL):
+        done = subprocess.run([*command, "1", str(tmp_path / "store")], cwd=ROOT, capture_output=True, text=True)
+
+    assert "with ValueError: bad batch, at <string>:16 in <module>" in done.stdout, done.stderr
+
+
 def test_the_stack_of_a_call_under_lightning_did_not_end_at_the_strategy() -> None:
     """The strategy had become another file, and its frames counted as those of a call."""
     assert [path for path in AROUND_USER_CODE if not Path(path).is_file()] == []
