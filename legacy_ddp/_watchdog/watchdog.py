@@ -195,10 +195,10 @@ class Watchdog:
             time.sleep(RETRY_SECONDS)
         if found is not None:
             self._first_end = found
-            if self._is_next_of(found.rank) and found.rank in self._status.exit_reasons:
-                self._spread_end(found.rank)
             text = f"{found.text}; this rank ends because the connection to it is lost"
             logger_of(self.rank).warning("%s", text, extra={"event": "lost", "ranks": [found.rank]})
+            if self._is_next_of(found.rank) and found.rank in self._status.exit_reasons:
+                self._spread_end(found.rank)  # after the line: a launcher may end this process at any moment
             end_after(error, self.processes([found.rank]))
 
     def _find_first_end(self, waited_seconds: float) -> "_End | None":

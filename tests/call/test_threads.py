@@ -13,6 +13,7 @@ from torch import nn
 from legacy_ddp import GradientError, LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.tiers import thorough
 
 STEPS = 35
 WIDTH = 768  # 4.5 MiB of weights in fp64: they move to their slots during backward, and an addition takes a while
@@ -106,7 +107,7 @@ def _stress(_: int, form: str, threads: int) -> None:
 
 
 @pytest.mark.cpu("the threads race for memory of the host")
-@pytest.mark.parametrize("form", ["each", "shared", "function"])
+@pytest.mark.parametrize("form", [thorough("each"), "shared", thorough("function")])
 def test_backward_passes_of_two_and_four_threads_lose_nothing_and_keep_the_heap_whole(form: str) -> None:
     """In "each" every thread runs forward and backward. In "shared" the main thread runs all forward passes, and each
     thread one of the backward passes. "function" is "each" on a module without a wrapper.

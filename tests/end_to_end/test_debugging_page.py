@@ -52,6 +52,7 @@ def test_every_bit_is_found() -> None:
     assert planted == [(rank, str(int(call) - 1), name, place, bit) for call, rank, name, place, bit in reported]
 
 
+@pytest.mark.thorough
 def test_the_hunt_of_one_bit_prints_what_the_page_shows() -> None:
     run = _launch("hunt.py", "--seed", "5")
 

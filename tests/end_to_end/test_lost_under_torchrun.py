@@ -120,6 +120,7 @@ def _lose_one(folder: Path, number: int, victim: int, moment: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # tests/watchdog/test_lost_ranks.py kills ranks without a launcher
 def test_every_survivor_of_a_killed_rank_leaves_word(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -24,7 +24,7 @@ from tests.helpers.scripts import fork_script
 from tests.helpers.tiers import count
 
 RANKS = 3
-RUNS = count(20, 3)
+RUNS = count(20, 1)
 WARN_SECONDS = 1.0
 SLOW_END_SECONDS = 1.5  # of a large process: workers of a loader to join, memory to free
 TOLD = "; rank 0 is not there: at "

@@ -41,7 +41,7 @@ def test_a_trainer_under_torchrun_leaves_the_weights_of_a_trainer_that_starts_it
 
 @pytest.mark.parametrize(
     "names",
-    [("trainer=legacy_ddp_fork",), thorough(("fabric=legacy_ddp_fork", "trainer=legacy_ddp_spawn"))],
+    [thorough(("trainer=legacy_ddp_fork",)), thorough(("fabric=legacy_ddp_fork", "trainer=legacy_ddp_spawn"))],
     ids=["fork", "fork and spawn"],
 )
 def test_forked_or_spawned_ranks_leave_their_weights_to_the_starting_process(

@@ -234,6 +234,7 @@ print(process_activity.sample().phase)
 """
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_was_in_user_code_at_a_line_of_a_library() -> None:
     """It was told so of the survivors of a killed rank, for instance "at _watchdog/watchdog.py:191 in note_end"."""
     done = subprocess.run([sys.executable, "-c", _AT_ITS_END], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -46,7 +46,7 @@ def _seen(world_size: int, *guilty: int) -> SharedOutcomes[Seen]:
     return seen_by_all([*EXPECTED], world_size, *guilty)
 
 
-@pytest.mark.parametrize("world_size, guilty", [(2, 1), (3, 1), thorough(3, 0)])
+@pytest.mark.parametrize("world_size, guilty", [thorough(2, 1), (3, 1), thorough(3, 0)])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_fault_is_named_down_to_the_operation(name: str, world_size: int, guilty: int) -> None:
     seen = _seen(world_size, guilty)[name]
