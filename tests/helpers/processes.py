@@ -103,6 +103,7 @@ def _torch_defaults() -> tuple[object, ...]:
     return (
         torch.get_default_dtype(),
         torch.get_default_device(),
+        torch._C._len_torch_function_stack(),  # a default device of "cpu" is a mode, too, and the compiler sees it
         torch.get_num_threads(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

@@ -114,12 +114,9 @@ def test_a_visit_to_another_group_on_one_rank_keeps_the_wrapper_id(rank: int) ->
 
 def _under_another_default_device(rank: int) -> tuple[float | None, list[int]]:
     model = wrap()
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         mean = step(model, rank)
         record = model.all_reduce(skip=rank == 0)
-    finally:
-        torch.set_default_device("cpu")
     return mean, [row.micro_batches for row in record.rows]
 
 
