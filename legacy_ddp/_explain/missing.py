@@ -358,7 +358,7 @@ def _wrap(text: str, indent: int = 2) -> list[str]:
 
 
 class _Evidence(IntEnum):
-    """That a rank behind the farthest rank is missing, the strongest evidence first."""
+    """Evidence that a rank behind the farthest rank is missing. The strongest evidence is first."""
 
     ABSENT = auto()  # gone, outside of the call, or in a phase of the call that waits for no rank
     SILENT = auto()

@@ -407,5 +407,5 @@ class LocalAnswers:
 
 
 def _is_local(process: Identity, own: Identity) -> bool:
-    """Whether a process has the same numbers of processes as this one, so that its number finds its socket."""
+    """Whether the number of a process means this process here, too, so that it finds the socket of the process."""
     return process.machine == own.machine if own.machine else process.host == own.host

@@ -204,9 +204,7 @@ class Activity:
         phase = mark.phase
         if any(name.endswith(("/bdb.py", "/pdb.py")) for name in files):
             phase = DEBUGGER
-        elif (
-            mark.phase == USER_CODE and mark.thread == threading.main_thread().ident and not any(map(_is_main, running))
-        ):
+        elif mark.phase == USER_CODE and mark.thread == threading.main_thread().ident and _has_left_main(running):
             phase = AT_END
         elif not mark.call and any(name.endswith("/torch/autograd/graph.py") for name in files):
             phase = BACKWARD
@@ -225,10 +223,17 @@ class Activity:
         )
 
 
+def _has_left_main(frames: Sequence[FrameType]) -> bool:
+    """Whether the main thread with these frames has left the main module. False if it was never seen there."""
+    return _BEGAN_IN_MAIN and not any(map(_is_main, frames))
+
+
 def _is_main(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__") == "__main__"
 
 
+# False where a program in another language calls Python.
+_BEGAN_IN_MAIN = any(map(_is_main, outward(sys._current_frames().get(threading.main_thread().ident or 0))))
 process_activity = Activity()
 
 

@@ -294,8 +294,8 @@ class WarningPolicy:
             return  # of another rank that waits, too
         self._last, self._stall_due = report, 2 * report.seconds
         if not report.is_busy and not is_longer and report.summary != self._stall_in_full:
-            self._stall_in_full = report.summary
             self.tell_in_full(report)
+            self._stall_in_full = report.summary
         elif not report.is_busy:
             if not is_longer:
                 self._file.append(report.filed)

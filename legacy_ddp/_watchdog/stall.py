@@ -38,8 +38,8 @@ LOOKS = 4  # in warn_after_seconds
 # Of the time between two looks. A thread that runs all the time on the same line waits for a device in a busy loop.
 _SPINNING_SHARE = 0.8
 # For each time the thread ran, and for two of these at least. A signal, or a debugger that reads stacks, wakes a
-# waiting thread, and it waits on: for 15 to 50 µs, and for longer on a slow or shared processor. An operation that is
-# shorter than this counts as issued: every backend that waits without running has a count.
+# waiting thread, and it waits on: for 15 to 50 µs, and for longer on a slow or shared processor. An operation
+# counts as issued. Only with a backend that has no count, an operation that is shorter than this goes unseen.
 _WAKE_SECONDS = 150e-6
 # No rank leaves these before all ranks of the group have come.
 _FOR_ALL = (

@@ -242,6 +242,23 @@ def test_a_process_that_ends_was_in_user_code_at_a_line_of_a_library() -> None:
     assert done.stdout == "user code\nprocess exit\n"
 
 
+@pytest.mark.thorough
+def test_a_program_whose_main_module_was_never_seen_does_not_look_as_if_it_ended() -> None:
+    """As where a program in another language calls Python: here it has ended before the import."""
+    code = (
+        "import threading\n"
+        "import torch\n"  # which cannot be imported later
+        "def sample():\n"
+        "    threading.main_thread().join()\n"
+        "    from legacy_ddp._watchdog import process_activity\n"
+        "    print(process_activity.sample().phase)\n"
+        "threading.Thread(target=sample).start()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert done.stdout == "user code\n"
+
+
 _GOES_ON = """
 import sys
 import threading

@@ -299,7 +299,7 @@ def _doubts(found: Found) -> Iterator[str]:
             "shows what differed next"
         )
     if all(found.starting_runs(step) for step in steps):
-        yield (f"only the start ({format_steps(steps)}) was recorded by {found.words.everyone}, where they agree")
+        yield f"only the start ({format_steps(steps)}) was recorded by {found.words.everyone}, where they agree"
 
 
 def _comparison(found: Found, verdict: Answer, headline: str, notes: Sequence[str] = (), **more: Any) -> Comparison:
