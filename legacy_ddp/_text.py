@@ -104,6 +104,12 @@ def first_few(texts: Sequence[object], limit: int, more: str = "... {} more") ->
     return [*map(str, texts[:limit]), *([more.format(others)] if others > 0 else [])]
 
 
+def listed(nouns: Sequence[str]) -> str:
+    """``settings, dtypes and shapes``."""
+    *others, last = nouns
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def list_some(texts: Sequence[str], limit: int = 3) -> str:
     """The first ``limit`` texts, and the number of the others: ``a, b, c and 2 more``."""
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""

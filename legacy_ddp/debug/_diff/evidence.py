@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from legacy_ddp._text import list_some, name_ranks
+from legacy_ddp._text import list_some, listed, name_ranks
 from legacy_ddp.debug._diff.causes import (
     DATA,
     FORWARDS,
@@ -20,7 +20,6 @@ from legacy_ddp.debug._diff.causes import (
 from legacy_ddp.debug._diff.pair import GROWTH_LIMIT, Growth
 from legacy_ddp.debug._diff.result import ROUNDING_LIMIT, Divergence
 from legacy_ddp.debug._operations.meaning import Rule, always, explain_by
-from legacy_ddp.debug._operations.operation import listed
 
 Kind = Literal["runs", "sizes", "ranks"]
 """Two runs, two runs of different world sizes, or the ranks of one run."""

@@ -5,12 +5,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from legacy_ddp._text import name_ranks
+from legacy_ddp._text import listed, name_ranks
 from legacy_ddp.debug._diff.causes import SettingDifference, SettingDifferences, causes_by_run, setting_causes
 from legacy_ddp.debug._diff.evidence import Evidence, explain
 from legacy_ddp.debug._diff.pair import MAX_OTHERS, Differing, Key, merge
 from legacy_ddp.debug._diff.result import Answer, Cause, Comparison, Divergence, MetricDifference, OperationFinding
-from legacy_ddp.debug._operations.operation import listed
 from legacy_ddp.debug._trace.read import Run, RunCoverage, span
 from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
 

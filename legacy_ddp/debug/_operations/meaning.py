@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from legacy_ddp._text import listed
 from legacy_ddp.debug._operations.operation import (
     Labels,
     Operation,
@@ -16,7 +17,6 @@ from legacy_ddp.debug._operations.operation import (
     at,
     both,
     code_of,
-    listed,
     module_of,
     numbered,
     place,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal
 
+from legacy_ddp._text import listed
+
 Stage = Literal["forward", "backward", "after backward"]
 """``after backward`` is no stage of a trace: :func:`with_after_backward` sets it."""
 
@@ -311,12 +313,6 @@ def at(label: str) -> str:
 def both(texts: Sequence[str], labels: Labels) -> str:
     """``1 in A, 2 in B``."""
     return ", ".join(f"{text} {at(label)}" for text, label in zip(texts, labels, strict=True))
-
-
-def listed(nouns: Sequence[str]) -> str:
-    """``settings, dtypes and shapes``."""
-    *others, last = nouns
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def aspects(a: Operation, b: Operation) -> list[str]:
