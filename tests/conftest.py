@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 pytest.register_assert_rewrite("tests.helpers.shared_jobs")  # it compares the results of tests
 
-from tests.helpers import devices, logged_warnings, transports  # noqa: E402
+from tests.helpers import devices, logged_warnings, tiers, transports  # noqa: E402
 from tests.helpers.transports import _transport_of_the_test, transport  # noqa: E402, F401 - fixtures
 
 # No deadline: a shared machine makes any example slow once in a while.
@@ -42,11 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"DEVICE={devices.CHOSEN}: {why}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no CUDA device; mark tests ``fast`` whose file starts no processes.
+@pytest.hookimpl(trylast=True)  # after marks that other files set
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked ``soak``, but in ``make soak``; skip tests marked ``gpu`` where there is no CUDA device;
+    mark tests ``fast`` whose file starts no processes.
 
     Files with a test marked ``slow`` come first: a worker that begins a long file last keeps the others waiting.
     """
+    if left_out := [item for item in items if item.get_closest_marker("soak") and not tiers.SOAK]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     long_files = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long_files)
     for item in items:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.hosts import Hosts, on_host, reason_not_permitted
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_ranks, load
-from tests.helpers.tiers import SOAK
+from tests.helpers.tiers import soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
@@ -28,7 +28,7 @@ SLOW_MBIT, SLOW_STEPS = 1.0, 3
 
 @pytest.mark.parametrize(
     "world_size, per_host",
-    [(8, 2), pytest.param(64, 8, marks=pytest.mark.skipif(not SOAK, reason="64 processes: make soak"))],
+    [(8, 2), soak(64, 8)],
 )
 def test_the_main_job_on_claimed_hosts_ends_in_the_weights_of_one_process_on_the_joined_batch(
     world_size: int, per_host: int, tmp_path: Path
