@@ -80,8 +80,8 @@ def test_wrapped_replicas_are_compared_by_the_names_in_the_module(name: str) -> 
 
     assert (seen.names, seen.phase, seen.ranks) == (names, phase, ranks), seen.text
     assert ("a count cannot tell" in seen.text) == bool(names and not ranks)
-    is_empty = not names  # where nothing differs, a missing gradient does not count
-    assert seen.compared["gradients"] == (0 if is_empty else seen.compared["parameters"])
+    # Where nothing differs, a missing gradient does not count.
+    assert seen.compared["gradients"] == (seen.compared["parameters"] if names else 0)
 
 
 def test_gradients_of_each_rank_are_left_out_with_a_note_if_they_were_asked_for() -> None:
