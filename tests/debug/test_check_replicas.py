@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,19 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp.debug import ReplicaReport, check_replicas
 from tests.helpers.replica_scenes import flip_lowest, holding, observations
-from tests.helpers.tiers import thorough
 
-EVERYONE = {2: (0, 1), 3: (0, 1, 2)}
 HERE = "tests.debug.test_check_replicas"
 LONG = "a_layer_with_a_name_of_forty_characters_"
 
 
-# One bit, of one element, of one tensor
+def _look(
+    deviates: bool, rank: int, make: Callable[[], Any], change: Callable[[Any], object], **arguments: Any
+) -> ReplicaReport:
+    """At the module that ``make`` gives; ``change`` is what a rank does to it that deviates."""
+    model = make()
+    if deviates:
+        change(model)
+    return check_replicas(model, **arguments)
 
 
 def _numbers(dtype: torch.dtype) -> torch.Tensor:
@@ -37,254 +43,160 @@ TENSORS: dict[str, tuple[Callable[[], torch.Tensor], tuple[int, ...]]] = {
     "NaNs": (lambda: torch.full((3,), float("nan")), (1,)),
     "a long one": (lambda: torch.zeros(100_003), (99_999,)),
 }
+BITS = {
+    name: partial(_look, make=lambda make=make: holding(it=make()), change=lambda m, at=place: flip_lowest(m.it, at))
+    for name, (make, place) in TENSORS.items()
+}
 
 
-def _with_a_bit(deviates: bool, rank: int, name: str) -> ReplicaReport:
-    make, place = TENSORS[name]
-    tensor = make()
-    if deviates:
-        flip_lowest(tensor, place)
-    return check_replicas(holding(it=tensor))
-
-
-BITS = {name: partial(_with_a_bit, name=name) for name in TENSORS}
-
-
-@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
 @pytest.mark.parametrize("name", TENSORS)
-def test_one_bit_is_found_at_its_place(name: str, world_size: int, who: int) -> None:
-    seen = observations(f"{HERE}:BITS", world_size, who)[name]
+def test_one_bit_is_found_at_its_place(name: str) -> None:
+    seen = observations(f"{HERE}:BITS", 3, 0)[name]
 
     (element,) = seen.elements
     assert seen.names == (element.thing,)
     assert element.thing in ("parameter 'it'", "buffer 'it'")
-    assert (element.rank, element.count, element.index) == (who, 1, TENSORS[name][1])
+    assert (element.rank, element.count, element.index) == (0, 1, TENSORS[name][1])
     assert (element.kind, element.bit) == ("one bit", 0)
-    assert seen.ranks == ((who,) if world_size > 2 else ())
+    assert seen.ranks == (0,)
+    alike = observations(f"{HERE}:BITS", 3, 0, 1, 2)[name]
+    assert (alike.identical, alike.ranks, alike.phase, alike.names) == (True, (), "", ())
+    assert "replicas are identical" in alike.text
 
 
-@pytest.mark.parametrize("world_size", [thorough(2), 3])
-@pytest.mark.parametrize("name", TENSORS)
-def test_the_same_bit_on_all_ranks_is_identical(name: str, world_size: int) -> None:
-    seen = observations(f"{HERE}:BITS", world_size, *EVERYONE[world_size])[name]
-
-    assert (seen.identical, seen.ranks, seen.phase, seen.names) == (True, (), "", ())
-    assert "replicas are identical" in seen.text
-
-
-# One rank deviates: what differs, by its name
-
-
-def _net() -> nn.Sequential:
+def net() -> nn.Sequential:
     torch.manual_seed(5)
     return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
 
 
-def _fill_gradients(model: nn.Module, value: float = 1.0) -> None:
+def _net_with_gradients() -> nn.Sequential:
+    model = net()
     for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, value)
+        parameter.grad = torch.ones_like(parameter)
+    return model
 
 
-def _frozen(deviates: bool, rank: int) -> ReplicaReport:
-    model = _net().requires_grad_(False)
-    model[2].bias.fill_(2.0 if deviates else 1.0)
-    return check_replicas(model)
+def _with_gradient(gradient: torch.Tensor) -> nn.Module:
+    model = holding(it=torch.ones(gradient.shape))
+    model.it.grad = gradient
+    return model
 
 
-def _tied(deviates: bool, rank: int) -> ReplicaReport:
+def _tied() -> nn.Module:
     model = holding(a=torch.ones(2))
     model.b = model.a
-    if deviates:
-        flip_lowest(model.b, (1,))
-    return check_replicas(model)
+    return model
 
 
-def _long_name(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(**{LONG: torch.ones(3, 4, 5)})
-    if deviates:
-        flip_lowest(model.get_parameter(LONG), (2, 3, 4))
-    return check_replicas(model)
+def _thousand() -> nn.Module:
+    return holding(**{f"p{index:03d}": torch.full((2,), float(index)) for index in range(1000)})
 
 
-def _unused(deviates: bool, rank: int) -> ReplicaReport:
-    model = _net()
-    _fill_gradients(model)
-    if deviates:
-        model[0].bias.grad = None
-    return check_replicas(model)
+def _change_statistics(model: Any) -> None:
+    model[1].running_mean[0] = model[1].running_var[0] = 7.0
 
 
-def _gradient(deviates: bool, rank: int) -> ReplicaReport:
-    model = _net()
-    _fill_gradients(model)
-    if deviates:
-        flip_lowest(model[2].weight.grad, (0, 1))
-    return check_replicas(model)
+def _sparse(value: float) -> torch.Tensor:
+    return torch.sparse_coo_tensor([[1, 3]], torch.full((2, 2), value), (5, 2), check_invariants=True)
 
 
-def _expanded_gradient(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(it=torch.ones(3, 2))
-    model.it.grad = torch.full((1, 1), 2.0 if deviates else 1.0).expand(3, 2)
-    return check_replicas(model)
-
-
-def _sparse_gradient(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(it=torch.ones(5, 2))
-    value = 2.0 if deviates else 1.0
-    model.it.grad = torch.sparse_coo_tensor([[1, 3]], torch.full((2, 2), value), (5, 2), check_invariants=True)
-    return check_replicas(model)
-
-
-def _sparse_here_dense_there(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(it=torch.ones(2, 2))
-    dense = torch.eye(2)
-    model.it.grad = dense.to_sparse() if deviates else dense
-    return check_replicas(model)
-
-
-def _integer_buffer(deviates: bool, rank: int) -> ReplicaReport:
-    model = _net()
-    model[1].num_batches_tracked += 1 if deviates else 2
-    return check_replicas(model)
-
-
-def _buffers_of_two_kinds(deviates: bool, rank: int, **arguments: object) -> ReplicaReport:
-    model = _net()
-    if deviates:
-        model[1].running_mean[0] = 7.0
-        model[1].running_var[0] = 7.0
-    return check_replicas(model, **arguments)  # type: ignore[arg-type]
-
-
-def _missing_parameter(deviates: bool, rank: int) -> ReplicaReport:
-    model = _net()
-    if deviates:
-        model[2].bias = None
-    return check_replicas(model)
-
-
-def _cast_parameter(deviates: bool, rank: int) -> ReplicaReport:
-    model = _net()
-    if deviates:
-        model[2].double()
-    return check_replicas(model)
-
-
-def _thousand(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(**{f"p{index:03d}": torch.full((2,), float(index)) for index in range(1000)})
-    if deviates:
-        flip_lowest(model.p617, (1,))
-    return check_replicas(model)
-
-
-# Name -> the look, what it must name, its phase
-DIFFERENCES = {
-    "frozen": (_frozen, ["parameter '2.bias'"], "unknown"),
-    "tied": (_tied, ["parameter 'a'"], "unknown"),
-    "long name": (_long_name, [f"parameter '{LONG}'"], "unknown"),
-    "unused": (_unused, ["gradient of '0.bias'"], "gradients"),
-    "gradient": (_gradient, ["gradient of '2.weight'"], "gradients"),
-    "expanded gradient": (_expanded_gradient, ["gradient of 'it'"], "gradients"),
-    "sparse gradient": (_sparse_gradient, ["gradient of 'it'"], "gradients"),
-    "sparse here, dense there": (_sparse_here_dense_there, ["gradient of 'it'"], "gradients"),
-    "integer buffer": (_integer_buffer, ["buffer '1.num_batches_tracked'"], "buffers"),
-    "both buffers": (_buffers_of_two_kinds, ["buffer '1.running_mean'", "buffer '1.running_var'"], "buffers"),
-    "one local buffer": (
-        partial(_buffers_of_two_kinds, local_buffers=["1.running_mean"]),
-        ["buffer '1.running_var'"],
-        "buffers",
+# Name -> the module, what deviates in it, what is named
+DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object], list[str]]] = {
+    "frozen": (lambda: net().requires_grad_(False), lambda model: model[2].bias.fill_(2.0), ["parameter '2.bias'"]),
+    "tied": (_tied, lambda model: flip_lowest(model.b, (1,)), ["parameter 'a'"]),
+    "long name": (
+        lambda: holding(**{LONG: torch.ones(3, 4, 5)}),
+        lambda model: flip_lowest(model.get_parameter(LONG), (2, 3, 4)),
+        [f"parameter '{LONG}'"],
     ),
-    "missing": (_missing_parameter, ["parameter '2.bias'", "gradient of '2.bias'"], "unknown"),
-    "cast": (_cast_parameter, ["parameter '2.bias'", "parameter '2.weight'"], "unknown"),
-    "one in a thousand": (_thousand, ["parameter 'p617'"], "unknown"),
+    "unused": (_net_with_gradients, lambda model: setattr(model[0].bias, "grad", None), ["gradient of '0.bias'"]),
+    "gradient": (
+        _net_with_gradients,
+        lambda model: flip_lowest(model[2].weight.grad, (0, 1)),
+        ["gradient of '2.weight'"],
+    ),
+    "expanded gradient": (
+        lambda: _with_gradient(torch.ones(1, 1).expand(3, 2)),
+        lambda model: setattr(model.it, "grad", torch.full((1, 1), 2.0).expand(3, 2)),
+        ["gradient of 'it'"],
+    ),
+    "sparse gradient": (
+        lambda: _with_gradient(_sparse(1.0)),
+        lambda model: setattr(model.it, "grad", _sparse(2.0)),
+        ["gradient of 'it'"],
+    ),
+    "sparse here, dense there": (
+        lambda: _with_gradient(torch.eye(2)),
+        lambda model: setattr(model.it, "grad", torch.eye(2).to_sparse()),
+        ["gradient of 'it'"],
+    ),
+    "integer buffer": (net, lambda model: model[1].num_batches_tracked.add_(1), ["buffer '1.num_batches_tracked'"]),
+    "both buffers": (net, _change_statistics, ["buffer '1.running_mean'", "buffer '1.running_var'"]),
+    "missing": (net, lambda model: setattr(model[2], "bias", None), ["parameter '2.bias'", "gradient of '2.bias'"]),
+    "cast": (net, lambda model: model[2].double(), ["parameter '2.bias'", "parameter '2.weight'"]),
+    "one in a thousand": (_thousand, lambda model: flip_lowest(model.p617, (1,)), ["parameter 'p617'"]),
 }
-ONE_DEVIATES = {name: look for name, (look, _, _) in DIFFERENCES.items()}
-
-
-@pytest.mark.parametrize("world_size, who", [(2, 0), (3, 1)])
-@pytest.mark.parametrize("name", DIFFERENCES)
-def test_what_differs_is_named(name: str, world_size: int, who: int) -> None:
-    _, names, phase = DIFFERENCES[name]
-    seen = observations(f"{HERE}:ONE_DEVIATES", world_size, who)[name]
-
-    assert (list(seen.names), seen.phase) == (names, phase), seen.text
-    assert seen.ranks == ((who,) if world_size > 2 else ())
-    assert "a count cannot tell" in seen.text or world_size > 2
+ONE_DEVIATES = {name: partial(_look, make=make, change=change) for name, (make, change, _) in DIFFERENCES.items()}
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_what_all_ranks_hold_alike_is_identical(name: str) -> None:
-    assert observations(f"{HERE}:ONE_DEVIATES", 2, 0, 1)[name].identical
+def test_what_differs_is_named(name: str) -> None:
+    *_, names = DIFFERENCES[name]
+    phase = {"parameter": "unknown", "gradient": "gradients", "buffer": "buffers"}[names[0].partition(" ")[0]]
+    seen = observations(f"{HERE}:ONE_DEVIATES", 3, 1)[name]
+
+    assert (list(seen.names), seen.phase, seen.ranks) == (names, phase, (1,)), seen.text
+    assert observations(f"{HERE}:ONE_DEVIATES", 3, 0, 1, 2)[name].identical
 
 
-# What a rank may hold alone
-
-
-def _other_strides(deviates: bool, rank: int) -> ReplicaReport:
-    values = torch.arange(6.0)
-    return check_replicas(holding(it=values.view(3, 2).t() if deviates else values.view(3, 2).t().contiguous()))
-
-
-def _empty(deviates: bool, rank: int) -> ReplicaReport:
-    return check_replicas(holding(it=torch.ones(0, 3), other=torch.ones(2)))
-
-
-def _nothing(deviates: bool, rank: int) -> ReplicaReport:
-    return check_replicas(nn.Identity())
-
-
-def _other_order(deviates: bool, rank: int) -> ReplicaReport:
-    tensors = {"a": torch.ones(2), "b": torch.zeros(2)}
-    return check_replicas(holding(**dict(sorted(tensors.items(), reverse=deviates))))
-
-
-def _asked_to_ignore(deviates: bool, rank: int) -> ReplicaReport:
-    model = _net()
+def _asks_to_ignore() -> nn.Sequential:
+    model = net()
     model._ddp_params_and_buffers_to_ignore = ["0.weight", "1.running_mean"]  # type: ignore[assignment]
-    if deviates:
-        flip_lowest(model[0].weight, (0, 0))
-        model[1].running_mean[0] = 7.0
-    return check_replicas(model)
+    return model
 
 
-def _other_mode(deviates: bool, rank: int) -> ReplicaReport:
-    return check_replicas(_net().train(not deviates))
+def _change_ignored(model: Any) -> None:
+    flip_lowest(model[0].weight, (0, 0))
+    model[1].running_mean[0] = 7.0
 
 
-def _unspoken(deviates: bool, rank: int) -> ReplicaReport:
-    random.seed(rank)
-    torch.manual_seed(rank)
-    return check_replicas(holding(it=torch.ones(2)))
+def _matrix() -> torch.Tensor:
+    return torch.arange(6.0).view(3, 2).t()
 
 
 FREEDOMS = {
-    "strides": _other_strides,
-    "no elements": _empty,
-    "no tensors": _nothing,
-    "order": _other_order,
-    "asked to ignore": _asked_to_ignore,
-    "local buffers": partial(_buffers_of_two_kinds, local_buffers=["*.running_*"]),
-    "mode": _other_mode,
-    "random numbers": _unspoken,
+    "strides": partial(
+        _look,
+        make=lambda: holding(it=_matrix().contiguous()),
+        change=lambda model: model.register_parameter("it", nn.Parameter(_matrix())),
+    ),
+    "no elements": partial(_look, make=lambda: holding(it=torch.ones(0, 3), other=torch.ones(2)), change=id),
+    "no tensors": partial(_look, make=nn.Identity, change=id),
+    "order": partial(
+        _look,
+        make=lambda: holding(a=torch.ones(2), b=torch.zeros(2)),
+        change=lambda model: model._parameters.update(a=model._parameters.pop("a")),
+    ),
+    "asked to ignore": partial(_look, make=_asks_to_ignore, change=_change_ignored),
+    "local buffers": partial(_look, make=net, change=_change_statistics, local_buffers=["1.running_mean", "*_var"]),
+    "mode": partial(_look, make=net, change=nn.Module.eval),
+    "random numbers": partial(_look, make=net, change=lambda _: torch.manual_seed(99)),
 }
 
 
-@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
 @pytest.mark.parametrize("name", FREEDOMS)
-def test_what_a_rank_may_hold_alone_is_no_difference(name: str, world_size: int, who: int) -> None:
-    seen = observations(f"{HERE}:FREEDOMS", world_size, who)[name]
+def test_what_a_rank_may_hold_alone_is_no_difference(name: str) -> None:
+    seen = observations(f"{HERE}:FREEDOMS", 3, 0)[name]
 
     assert (seen.identical, seen.names, seen.ranks) == (True, (), ())
 
 
-# Kinds, each alone
-
-
 def _all_kinds_differ(deviates: bool, rank: int, what: tuple[str, ...]) -> ReplicaReport:
-    model = _net()
+    model = _net_with_gradients()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 if deviates else 0.25)
-    _fill_gradients(model, 2.0 if deviates else 1.0)
     if deviates:
+        for parameter in model.parameters():
+            parameter.grad *= 2
         flip_lowest(model[0].weight, (0, 0))
         model[1].running_mean[0] = 7.0
     return check_replicas(model, optimizer, what)
@@ -311,7 +223,7 @@ def test_only_what_was_asked_for_is_compared(what: tuple[str, ...]) -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_a_parameter_without_a_gradient_is_not_counted_as_a_gradient() -> None:
-    model = _net()
+    model = net()
     model[0].weight.grad = torch.ones_like(model[0].weight)
 
     report = check_replicas(model)
@@ -324,7 +236,7 @@ def test_a_parameter_without_a_gradient_is_not_counted_as_a_gradient() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_what_is_ignored_or_frozen_is_a_note() -> None:
-    module = _net()
+    module = net()
     module[0].weight.grad = torch.ones_like(module[0].weight)
     module[0].weight.requires_grad_(False)
     model = LegacyDistributedDataParallel(module, ignore=["1.running_mean"])

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,49 +14,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import LegacyDistributedDataParallel, PeerError, ReplicaDivergenceError
 from legacy_ddp.debug import ReplicaReport, check_replicas
+from tests.debug.test_check_replicas import net
 from tests.helpers.cases import bits_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.replica_scenes import Observation, flip_lowest, holding, observations, observe
-from tests.helpers.shared_jobs import run_cases
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import add_gradients
 
 HERE = "tests.debug.test_check_replicas_calls"
 
 
-def _net() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-
-
 def _wrapped(deviates: bool, rank: int, **arguments: Any) -> ReplicaReport:
-    model = LegacyDistributedDataParallel(_net(), **arguments)
+    model = LegacyDistributedDataParallel(net(), **arguments)
     if deviates:
         flip_lowest(model.module[2].weight, (0, 1))
         model.module[1].running_var[1] = 7.0
     return check_replicas(model)
 
 
-def _with_gradients(deviates: bool, rank: int, calls: bool) -> ReplicaReport:
+def _with_gradients(deviates: bool, rank: int, calls: bool, **arguments: Any) -> ReplicaReport:
     model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False))
     add_gradients(model, 1.0 + rank)
     if calls:
         model.all_reduce()
-    return check_replicas(model)
-
-
-def _with_gradients_not_asked_for(deviates: bool, rank: int) -> ReplicaReport:
-    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False))
-    add_gradients(model, 1.0)
-    return check_replicas(model, what=["parameters"])
-
-
-def _with_edited_gradients(deviates: bool, rank: int) -> ReplicaReport:
-    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False))
-    add_gradients(model, 1.0)
-    model.all_reduce()
-    if deviates:
-        flip_lowest(model.module.weight.grad, (0, 1))
-    return check_replicas(model)
+        if deviates:
+            flip_lowest(model.module.weight.grad, (0, 1))
+    return check_replicas(model, **arguments)
 
 
 def _under_torch_ddp(deviates: bool, rank: int) -> ReplicaReport:
@@ -76,49 +60,39 @@ def _after_a_step(deviates: bool, rank: int) -> ReplicaReport:
     return check_replicas(model, optimizer)
 
 
-WRAPPERS = {
-    "local gradients": partial(_with_gradients, calls=False),
-    "reduced gradients": partial(_with_gradients, calls=True),
-    "plain": _wrapped,
-    "ignoring": partial(_wrapped, ignore=["2.weight", "1.running_var"]),
-    "gradients not asked for": _with_gradients_not_asked_for,
-    "edited": _with_edited_gradients,
-    "torch DDP": _under_torch_ddp,
-    "detail": _after_a_step,
+# Name: the look, what is named, the phase, and the ranks.
+WRAPPED: dict[str, tuple[Callable[..., ReplicaReport], tuple[str, ...], str, tuple[int, ...]]] = {
+    "local gradients": (partial(_with_gradients, calls=False), (), "", ()),
+    "local gradients, not asked for": (partial(_with_gradients, calls=False, what=["parameters"]), (), "", ()),
+    "edited": (partial(_with_gradients, calls=True), ("gradient of 'weight'",), "gradients", ()),
+    "plain": (_wrapped, ("parameter '2.weight'", "buffer '1.running_var'"), "unknown", ()),
+    "ignoring": (partial(_wrapped, ignore=["2.weight", "1.running_var"]), (), "", ()),
+    "torch DDP": (_under_torch_ddp, ("parameter 'module.weight'",), "unknown", ()),
+    "detail": (_after_a_step, ("parameter 'weight'",), "outside", (0,)),  # the wrapper knows what the step left
 }
+WRAPPERS = {name: look for name, (look, *_) in WRAPPED.items()}
 
 
-@pytest.mark.parametrize(
-    "name, names, phase, ranks",
-    [
-        ("local gradients", (), "", ()),
-        ("reduced gradients", (), "", ()),
-        ("plain", ("parameter '2.weight'", "buffer '1.running_var'"), "unknown", ()),
-        ("ignoring", (), "", ()),
-        ("edited", ("gradient of 'weight'",), "gradients", ()),
-        ("torch DDP", ("parameter 'module.weight'",), "unknown", ()),
-        ("detail", ("parameter 'weight'",), "outside", (0,)),  # the wrapper knows what the step left
-    ],
-)
-def test_wrapped_replicas_are_compared_by_the_names_in_the_module(
-    name: str, names: tuple[str, ...], phase: str, ranks: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_replicas_are_compared_by_the_names_in_the_module(name: str) -> None:
+    _, names, phase, ranks = WRAPPED[name]
     seen = observations(f"{HERE}:WRAPPERS", 2, 0)[name]
 
     assert (seen.names, seen.phase, seen.ranks) == (names, phase, ranks), seen.text
-    is_empty = name in ("local gradients", "ignoring")  # where nothing differs, a missing gradient does not count
-    assert seen.compared["gradients"] == (0 if is_empty else seen.compared["parameters"])
+    assert ("a count cannot tell" in seen.text) == bool(names and not ranks)
+    # Where nothing differs, a missing gradient does not count.
+    assert seen.compared["gradients"] == (seen.compared["parameters"] if names else 0)
 
 
-def test_gradients_of_each_rank_are_left_out_with_a_note() -> None:
-    (note,) = observations(f"{HERE}:WRAPPERS", 2, 0)["local gradients"].notes
+def test_gradients_of_each_rank_are_left_out_with_a_note_if_they_were_asked_for() -> None:
+    seen = observations(f"{HERE}:WRAPPERS", 2, 0)
+    (note,) = seen["local gradients"].notes
 
     assert "gradients not compared" in note
     assert "ranks 0-1" in note
-
-
-def test_of_gradients_that_nobody_asked_for_there_is_no_note() -> None:
-    assert observations(f"{HERE}:WRAPPERS", 2, 0)["gradients not asked for"].notes == ()
+    assert seen["local gradients, not asked for"].notes == ()
+    reduced = observations(f"{HERE}:WRAPPERS", 2)["edited"]
+    assert (reduced.identical, reduced.compared["gradients"]) == (True, 1)
 
 
 def _five_differ(deviates: bool, rank: int, **arguments: int) -> ReplicaReport:
@@ -136,28 +110,24 @@ def test_so_many_tensors_are_compared_by_element(count: int) -> None:
     assert len(seen.names) == 5
 
 
-def _in_a_group_of_two(rank: int, wraps: bool) -> Observation | None:
+def _in_a_group_of_two(rank: int) -> list[Observation]:
     group = dist.new_group([0, 2])
     if rank == 1:
-        return None
+        return []
     model = holding(it=torch.ones(2) + (rank == 2))
-    if not wraps:
-        return observe(check_replicas(model, process_group=group))
-    return observe(check_replicas(LegacyDistributedDataParallel(model, process_group=group, init_sync=False)))
+    wrapper = LegacyDistributedDataParallel(model, process_group=group, init_sync=False)
+    return [observe(check_replicas(model, process_group=group)), observe(check_replicas(wrapper))]
 
 
-@pytest.mark.parametrize("wraps", [False, True])
-def test_ranks_are_counted_in_the_group(wraps: bool) -> None:
-    first, outside, last = run_ranks(_in_a_group_of_two, 3, wraps, timeout_seconds=20)
+def test_ranks_are_counted_in_the_group() -> None:
+    first, outside, last = run_ranks(_in_a_group_of_two, 3, timeout_seconds=20)
 
-    assert outside is None
+    assert outside == []
     assert first == last
-    assert "rank 1 against rank 0" in first.text
+    assert ["rank 1 against rank 0" in seen.text for seen in first] == [True, True]
 
 
-# What it does to others
-
-
+@on_ranks(2)
 def _raising(rank: int) -> tuple[Any, ...]:
     model = holding(it=torch.ones(2) + rank)
     assert check_replicas(holding(it=torch.ones(2)), raises=True).identical
@@ -168,7 +138,7 @@ def _raising(rank: int) -> tuple[Any, ...]:
 
 
 def test_a_difference_is_an_error_if_asked_for() -> None:
-    first, second = run_ranks(_raising, 2)
+    first, second = _raising()
 
     assert first == second
     assert first[2:] == ((), 1, "unknown", "it")
@@ -187,7 +157,7 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[obje
 
 
 def _touches(rank: int, differs: bool) -> tuple[int, list[bool]]:
-    model = LegacyDistributedDataParallel(_net(), checks="detail")
+    model = LegacyDistributedDataParallel(net(), checks="detail")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     for _ in range(2):
         optimizer.zero_grad()
@@ -204,14 +174,14 @@ def _touches(rank: int, differs: bool) -> tuple[int, list[bool]]:
     return len(report.differences), [was == now for was, now in zip(before, _everything(model, optimizer), strict=True)]
 
 
-def test_it_changes_no_bit() -> None:
-    found = run_cases(_touches, 2, {"equal": (False,), "different": (True,)})
+@on_ranks(2, gives=[[(0, [True] * 6), (2, [True] * 6)]] * 2)
+def test_it_changes_no_bit(rank: int) -> list[Any]:
+    return [_touches(rank, differs) for differs in (False, True)]
 
-    assert found == {"equal": [(0, [True] * 6)] * 2, "different": [(2, [True] * 6)] * 2}
 
-
-def _anywhere(rank: int) -> list[bool]:
-    model = LegacyDistributedDataParallel(_net(), checks="detail")
+@on_ranks(2, gives=[[True, True, True, True, False]] * 2)
+def test_it_can_be_called_anywhere(rank: int) -> list[bool]:
+    model = LegacyDistributedDataParallel(net(), checks="detail")
     identical = []
     model.eval()
     identical.append(check_replicas(model).identical)
@@ -230,10 +200,7 @@ def _anywhere(rank: int) -> list[bool]:
     return identical
 
 
-def test_it_can_be_called_anywhere() -> None:
-    assert run_ranks(_anywhere, 2) == [[True, True, True, True, False]] * 2
-
-
+@on_ranks(2)
 def _inside_backward(rank: int) -> str:
     model = LegacyDistributedDataParallel(nn.Linear(1, 1))
     loss = model(torch.ones(1, 1)).sum()
@@ -245,12 +212,13 @@ def _inside_backward(rank: int) -> str:
 
 
 def test_inside_backward_it_is_an_error_on_all_ranks() -> None:
-    first, second = run_ranks(_inside_backward, 2)
+    first, second = _inside_backward()
 
     assert first == second
     assert "inside backward" in first
 
 
+@on_ranks(2)
 def _all_frozen_on_one_rank(rank: int) -> tuple[bool, ...]:
     model = LegacyDistributedDataParallel(nn.Linear(2, 1))
     add_gradients(model, 1.0)
@@ -260,7 +228,7 @@ def _all_frozen_on_one_rank(rank: int) -> tuple[bool, ...]:
 
 
 def test_a_model_frozen_on_one_rank_alone_ends_on_all() -> None:
-    first, second = run_ranks(_all_frozen_on_one_rank, 2, timeout_seconds=20)
+    first, second = _all_frozen_on_one_rank()
 
     assert first == second
     assert first[1]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.5, momentum=0.5),
     "AdamW": partial(torch.optim.AdamW, lr=0.5),
     "AdamW with a tensor for lr": partial(torch.optim.AdamW, lr=torch.tensor(0.5)),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.5),
 }
 
 
@@ -30,25 +30,19 @@ def _stepped(model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> to
     return optimizer
 
 
-def _changed_state(deviates: bool, rank: int, name: str, key: str) -> ReplicaReport:
-    model = holding(it=torch.ones(2, 3))
+def _changed(
+    deviates: bool, rank: int, change: Callable[[torch.optim.Optimizer, list[dict[str, Any]]], object], name: str
+) -> ReplicaReport:
+    """After two steps. ``change``: of the optimizer, and of the states of its two parameters."""
+    model = holding(it=torch.ones(2, 3), other=torch.ones(2))
     optimizer = _stepped(model, _OPTIMIZERS[name])
     if deviates:
-        flip_lowest(optimizer.state[model.it][key], (1, 2) if optimizer.state[model.it][key].ndim else ())
+        change(optimizer, [*optimizer.state.values()])
     return check_replicas(model, optimizer)
 
 
-def _changed_setting(deviates: bool, rank: int, name: str) -> ReplicaReport:
-    model = holding(it=torch.ones(2, 3))
-    optimizer = _stepped(model, _OPTIMIZERS[name])
-    if deviates:
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 1.01
-    return check_replicas(model, optimizer)
-
-
-def _changed_beta(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(it=torch.ones(2))
-    return check_replicas(model, torch.optim.Adam(model.parameters(), betas=(0.9, 0.98 if deviates else 0.99)))
+def _change_rate(optimizer: torch.optim.Optimizer, _: object) -> None:
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 1.01
 
 
 def _lost_state(deviates: bool, rank: int, name: str, steps: int) -> ReplicaReport:
@@ -59,15 +53,6 @@ def _lost_state(deviates: bool, rank: int, name: str, steps: int) -> ReplicaRepo
         optimizer = _OPTIMIZERS[name](model.parameters())
     for _ in range(steps):
         optimizer.step()
-    return check_replicas(model, optimizer)
-
-
-def _other_entries(deviates: bool, rank: int, change: Callable[[list[dict[str, object]]], object]) -> ReplicaReport:
-    """``change``: of the states of two parameters."""
-    model = holding(a=torch.ones(2, 3), b=torch.ones(2))
-    optimizer = _stepped(model, _OPTIMIZERS["AdamW"])
-    if deviates:
-        change([*optimizer.state.values()])
     return check_replicas(model, optimizer)
 
 
@@ -97,95 +82,109 @@ def _lbfgs(deviates: bool, rank: int) -> ReplicaReport:
     return check_replicas(model, optimizer)
 
 
-def _several(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(a=torch.ones(2), b=torch.ones(2))
-    optimizers = [torch.optim.SGD([model.a], lr=0.5), torch.optim.SGD([model.b], lr=0.25 if deviates else 0.5)]
-    return check_replicas(model, optimizers)
+def _built(
+    deviates: bool, rank: int, build: Callable[[nn.Module, bool], Any], dtype: torch.dtype = torch.float32
+) -> ReplicaReport:
+    """Of the optimizers that ``build`` makes for two parameters."""
+    model = holding(a=torch.ones(2, dtype=dtype), b=torch.ones(2, dtype=dtype))
+    return check_replicas(model, build(model, deviates))
 
 
-def _second_group(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(a=torch.ones(2), b=torch.ones(2))
+def _several(model: nn.Module, deviates: bool) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([model.a], lr=0.5), torch.optim.SGD([model.b], lr=0.25 if deviates else 0.5)]
+
+
+def _second_group(model: nn.Module, deviates: bool) -> torch.optim.Optimizer:
     groups = [{"params": [model.a]}, {"params": [model.b], "weight_decay": 0.25 if deviates else 0.5}]
-    return check_replicas(model, torch.optim.SGD(groups, lr=0.5))
+    return torch.optim.SGD(groups, lr=0.5)
 
 
-def _master_weights(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(it=torch.ones(2, dtype=torch.bfloat16))
-    master = model.it.detach().float()
+def _master_weights(model: nn.Module, deviates: bool) -> torch.optim.Optimizer:
+    master = model.a.detach().float()
     if deviates:
         flip_lowest(master, (1,))
-    return check_replicas(model, torch.optim.SGD([master], lr=0.5))
+    return torch.optim.SGD([master], lr=0.5)
 
 
-def _left_out(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(a=torch.ones(2), b=torch.ones(2))
-    return check_replicas(model, torch.optim.SGD([model.a] if deviates else [model.a, model.b], lr=0.5))
-
-
-def _in_another_group(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(a=torch.ones(2), b=torch.ones(2))
+def _in_another_group(model: nn.Module, deviates: bool) -> torch.optim.Optimizer:
     first, second = ([model.b], [model.a]) if deviates else ([model.a], [model.b])
-    return check_replicas(model, torch.optim.SGD([{"params": first}, {"params": second}], lr=0.5))
+    return torch.optim.SGD([{"params": first}, {"params": second}], lr=0.5)
 
 
-def _group_with_a_label(deviates: bool, rank: int) -> ReplicaReport:
-    model = holding(it=torch.ones(2))
-    label = "head (new) 2" if deviates else "head (new) 1"
-    return check_replicas(model, torch.optim.SGD([{"params": [model.it], "label": label}], lr=0.5))
+def _group_with_a_label(model: nn.Module, deviates: bool) -> torch.optim.Optimizer:
+    label = "head (new) 2" if deviates else "head (new) 1"  # looks like the text of a tensor
+    return torch.optim.SGD([{"params": model.parameters(), "label": label}], lr=0.5)
 
 
 _STATES = {
-    "SGD": ["momentum_buffer"],
-    "AdamW": ["exp_avg", "exp_avg_sq", "step"],
-    "Adagrad": ["sum", "step"],
+    "SGD": {"momentum_buffer": (1, 2)},
+    "AdamW": {"exp_avg": (1, 2), "exp_avg_sq": (1, 2), "step": ()},
 }
 OPTIMIZERS = {
     **{
-        f"{key} of {name}": partial(_changed_state, name=name, key=key)
+        f"{key} of {name}": partial(
+            _changed, name=name, change=lambda _, states, key=key, place=place: flip_lowest(states[0][key], place)
+        )
         for name, keys in _STATES.items()
-        for key in keys
+        for key, place in keys.items()
     },
-    **{f"lr of {name}": partial(_changed_setting, name=name) for name in _OPTIMIZERS},
+    **{f"lr of {name}": partial(_changed, name=name, change=_change_rate) for name in _OPTIMIZERS},
     "step of NaN": _nan_count,
-    "beta": _changed_beta,
     "LBFGS": _lbfgs,
-    "several": _several,
-    "second group": _second_group,
-    "master weights": _master_weights,
-    "left out": _left_out,
-    "other groups": _in_another_group,
-}
-LOST = {
-    "before a step": partial(_lost_state, name="AdamW", steps=0),
-    "momentum before a step": partial(_lost_state, name="SGD", steps=0),
-    "after a step": partial(_lost_state, name="AdamW", steps=1),
-    "after many steps": partial(_lost_state, name="AdamW", steps=3),
-    "a part of it": partial(_other_entries, change=lambda states: [state.pop("exp_avg") for state in states]),
-    "of one parameter": partial(_other_entries, change=lambda states: states[0].update(step=torch.tensor(1.0))),
-    "a count as text": partial(_other_entries, change=lambda states: [state.update(step="few") for state in states]),
+    "beta": partial(
+        _built,
+        build=lambda model, deviates: torch.optim.Adam(model.parameters(), betas=(0.9, 0.98 if deviates else 0.99)),
+    ),
+    "several": partial(_built, build=_several),
+    "second group": partial(_built, build=_second_group),
+    "master weights": partial(_built, build=_master_weights, dtype=torch.bfloat16),
+    "left out": partial(
+        _built, build=lambda model, deviates: torch.optim.SGD([model.a] if deviates else [model.a, model.b], lr=0.5)
+    ),
+    "other groups": partial(_built, build=_in_another_group),
+    "label": partial(_built, build=_group_with_a_label),
 }
 _NOT_LOST = ("why: parameters agree, the optimizer does not: the next step() will make the replicas differ",)
-_LOST_WORDS = {
+# Name: what happened, and what the text says of it.
+LOST_STATE: dict[str, tuple[Callable[[bool, int], ReplicaReport], tuple[str, ...]]] = {
     "before a step": (
-        "why: rank 1 has no optimizer state, unlike the others: perhaps resumed without optimizer.load_state_dict(); "
-        "the next step() will make the replicas differ",
-        "optimizer state: `step` is missing on rank 1, 2 on ranks 0, 2, in 2 of 2 parameters",
-        "optimizer state: `exp_avg` is missing on rank 1, in 2 of 2 parameters",
+        partial(_lost_state, name="AdamW", steps=0),
+        (
+            "why: rank 1 has no optimizer state, unlike the others: perhaps resumed without "
+            "optimizer.load_state_dict(); the next step() will make the replicas differ",
+            "optimizer state: `step` is missing on rank 1, 2 on ranks 0, 2, in 2 of 2 parameters",
+            "optimizer state: `exp_avg` is missing on rank 1, in 2 of 2 parameters",
+        ),
     ),
     "momentum before a step": (
-        "why: rank 1 has no optimizer state, unlike the others: perhaps resumed without optimizer.load_state_dict()",
-        "optimizer state: `momentum_buffer` is missing on rank 1, in 2 of 2 parameters",
+        partial(_lost_state, name="SGD", steps=0),
+        (
+            "why: rank 1 has no optimizer state, unlike the others: perhaps resumed without optimizer.load_state",
+            "optimizer state: `momentum_buffer` is missing on rank 1, in 2 of 2 parameters",
+        ),
     ),
     "after a step": (
-        "why: `step` is 1 on rank 1, 3 on ranks 0, 2: rank 1 lost optimizer state (perhaps resumed without",
-        "optimizer state: `step` is 1 on rank 1, 3 on ranks 0, 2, in 2 of 2 parameters",
-        "optimizer state: `exp_avg` differs in 2 of 2 parameters: rank 1 against ranks 0, 2",
+        partial(_lost_state, name="AdamW", steps=1),
+        (
+            "why: `step` is 1 on rank 1, 3 on ranks 0, 2: rank 1 lost optimizer state (perhaps resumed without",
+            "optimizer state: `step` is 1 on rank 1, 3 on ranks 0, 2, in 2 of 2 parameters",
+            "optimizer state: `exp_avg` differs in 2 of 2 parameters: rank 1 against ranks 0, 2",
+        ),
     ),
-    "after many steps": ("why: `step` is 3 on rank 1, 5 on ranks 0, 2: rank 1 left out steps, or loaded older",),
-    "a part of it": _NOT_LOST,
-    "of one parameter": _NOT_LOST,
-    "a count as text": _NOT_LOST,
+    "after many steps": (
+        partial(_lost_state, name="AdamW", steps=3),
+        ("why: `step` is 3 on rank 1, 5 on ranks 0, 2: rank 1 left out steps, or loaded older",),
+    ),
+    **{
+        name: (partial(_changed, name="AdamW", change=change), _NOT_LOST)
+        for name, change in {
+            "a part of it": lambda _, states: [state.pop("exp_avg") for state in states],
+            "of one parameter": lambda _, states: states[0].update(step=torch.tensor(1.0)),
+            "a count as text": lambda _, states: [state.update(step="few") for state in states],
+        }.items()
+    },
 }
+LOST = {name: look for name, (look, _) in LOST_STATE.items()}
 _NAMED = {
     "beta": ("1 in betas of parameter group 0",),
     "LBFGS": ("d of 'it'",),
@@ -194,6 +193,7 @@ _NAMED = {
     "master weights": ("weights of 'parameter 0 of group 0'",),
     "left out": ("parameter group of 'b'",),
     "other groups": ("parameter group of 'a'", "parameter group of 'b'"),
+    "label": ("label of parameter group 0",),
 }
 
 
@@ -205,21 +205,7 @@ def test_what_differs_in_an_optimizer_is_named(name: str) -> None:
 
     assert seen.names == named
     assert (seen.phase, seen.ranks) == ("step", (1,))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_alike_are_identical(name: str) -> None:
     assert observations(f"{HERE}:OPTIMIZERS", 2, 0, 1)[name].identical
-
-
-LABELS = {"label": _group_with_a_label}
-
-
-def test_a_setting_whose_text_looks_like_a_tensor_is_reported_as_text() -> None:
-    assert observations(f"{HERE}:LABELS", 2, 1)["label"].names == ("label of parameter group 0",)
-
-
-# Evidence of a wrapper that follows the steps
 
 
 def _in_detail(
@@ -241,55 +227,41 @@ def _flip_average(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     flip_lowest(optimizer.state[module.it]["exp_avg"], (1, 2))
 
 
-def _flip_count(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    flip_lowest(optimizer.state[module.it]["step"], ())
-
-
-def _change_rate(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["lr"] = 0.25
-
-
 def _flip_weight_and_average(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     flip_lowest(module.it, (0, 0))
     _flip_average(module, optimizer)
 
 
-CHANGES = {
-    "average": partial(_in_detail, change=_flip_average),
-    "count": partial(_in_detail, change=_flip_count),
-    "rate": partial(_in_detail, change=_change_rate),
-    "weight and average": partial(_in_detail, change=_flip_weight_and_average),
+# Name: the change, what is named, the phase, and the evidence.
+CHANGED: dict[str, tuple[Callable[[Any, Any], object], tuple[str, ...], str, str]] = {
+    "average": (_flip_average, ("exp_avg of 'it'",), "step", "optimizer state"),
+    "count": (
+        lambda module, optimizer: flip_lowest(optimizer.state[module.it]["step"], ()),
+        ("step of 'it'",),
+        "step",
+        "optimizer state",
+    ),
+    "rate": (
+        lambda _, optimizer: optimizer.param_groups[0].update(lr=0.25),
+        ("lr of parameter group 0",),
+        "step",
+        "",
+    ),
+    "weight and average": (_flip_weight_and_average, ("parameter 'it'", "exp_avg of 'it'"), "outside", "parameters"),
 }
-_STATE_CHANGED = "rank 1: optimizer state changed outside of a step"
+CHANGES = {name: partial(_in_detail, change=change) for name, (change, *_) in CHANGED.items()}
 
 
-@pytest.mark.parametrize(
-    "name, names, phase, words",
-    [
-        ("average", ("exp_avg of 'it'",), "step", (_STATE_CHANGED,)),
-        ("count", ("step of 'it'",), "step", (_STATE_CHANGED,)),
-        ("rate", ("lr of parameter group 0",), "step", ()),
-        (
-            "weight and average",
-            ("parameter 'it'", "exp_avg of 'it'"),
-            "outside",
-            ("rank 1: parameters changed outside of a step",),
-        ),
-    ],
-)
-def test_of_two_ranks_the_one_whose_optimizer_state_changed_outside_of_a_step_is_named(
-    name: str, names: tuple[str, ...], phase: str, words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("name", CHANGED)
+def test_of_two_ranks_the_one_whose_optimizer_state_changed_outside_of_a_step_is_named(name: str) -> None:
+    _, names, phase, evidence = CHANGED[name]
     seen = observations(f"{HERE}:CHANGES", 2, 1)[name]
 
-    assert (seen.names, seen.phase, seen.ranks) == (names, phase, (1,) if words else ()), seen.text
-    assert all(word in " ".join(seen.text.split()) for word in words), seen.text
+    assert (seen.names, seen.phase, seen.ranks) == (names, phase, (1,) if evidence else ()), seen.text
+    told = f"rank 1: {evidence} changed outside of a step"
+    assert (told in " ".join(seen.text.split())) == bool(evidence), seen.text
     if name == "average":
         assert [(element.rank, element.count, element.index) for element in seen.elements] == [(1, 1, (1, 2))]
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_state_that_changed_alike_on_both_ranks_is_identical(name: str) -> None:
     assert observations(f"{HERE}:CHANGES", 2, 0, 1)[name].identical
 
 
@@ -305,4 +277,4 @@ def test_state_that_one_rank_lost_is_the_cause_and_not_cut_off(name: str) -> Non
     seen = observations(f"{HERE}:LOST", 3, 1)[name]
 
     assert seen.minority == (1,)
-    assert all(words in " ".join(seen.text.split()) for words in _LOST_WORDS[name]), seen.text
+    assert all(words in " ".join(seen.text.split()) for words in LOST_STATE[name][1]), seen.text

@@ -1,7 +1,12 @@
-"""The recorder in unusual trainings: correct contents, no needless warnings."""
+"""The recorder in unusual trainings, with wrong arguments, and on a disk that fails."""
 
 import copy
-from functools import partial
+import os
+import resource
+import shutil
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -9,21 +14,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp import Checks, LegacyDistributedDataParallel, TraceError, all_reduce_gradients
 from legacy_ddp.debug import Recorder, digest
 from tests.helpers import logged_warnings
 from tests.helpers.command import compare
+from tests.helpers.processes import open_files
 from tests.helpers.ranks import run_ranks
-from tests.helpers.recorded import Recorded
+from tests.helpers.recorded import Recorded, word_of
 from tests.helpers.small_models import add_gradients, error_of, wrap
+from tests.helpers.small_models import step as take_step
 from tests.helpers.torch_versions import uses_torch_jit
 from tests.test_message_parts import MuteError
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
 class _Clamped(torch.optim.AdamW):
@@ -40,22 +43,24 @@ class _Clamped(torch.optim.AdamW):
 
 def _train(
     folder: Path,
-    steps: int,
     *,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    first: int = 1,
+    steps: int = 6,
     known: bool = True,
     skipped: int = 0,
     leave_at: int = 0,
     wrapped: bool = True,
-    first: int = 1,
-) -> nn.Module:
-    """Steps from ``first`` to ``steps`` on data that follow from the step. The recorder may know the optimizer."""
-    model = _net() if model is None else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01) if optimizer is None else optimizer
+) -> None:
+    """Train on data that follow from the step, and record from step ``first`` on, perhaps without the optimizer."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     called = LegacyDistributedDataParallel(model) if wrapped else model
-    with Recorder(called, folder, optimizer=optimizer if known else None, first_step=first):
-        for step in range(first, steps + 1):
+    recorder = Recorder(called, folder, optimizer=optimizer if known else None, first_step=first)
+    with ExitStack() as stack:
+        for step in range(1, steps + 1):
+            if step == first:
+                stack.enter_context(recorder)
             optimizer.zero_grad()
             data = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
             called(data).square().mean().backward()
@@ -64,95 +69,58 @@ def _train(
                 raise KeyboardInterrupt
             if step != skipped:
                 optimizer.step()
-    return model
 
 
-def _word(tensor: torch.Tensor) -> str:
-    return f"{digest(tensor) % 2**64:016x}"
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("known", [True, False])
-def test_a_run_left_between_call_and_step_is_not_different(tmp_path: Path, known: bool) -> None:
-    _train(tmp_path / "whole", 6, known=known)
-    with pytest.raises(KeyboardInterrupt):
-        _train(tmp_path / "left", 6, leave_at=4, known=known)
-
-    comparison = compare(tmp_path / "whole", tmp_path / "left")
-
-    assert (comparison.verdict, comparison.steps) == ("same", (0, 4))
-
-
-def _leave_on_rank_1(rank: int, folder: Path) -> None:
-    model = wrap()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with Recorder(model, folder, optimizer=optimizer):
-        for step in (1, 2):
-            model.zero_grad()
-            add_gradients(model, 1.0)
-            model.all_reduce()
-            if rank == 1 and step == 2:
-                break
-            optimizer.step()
-
-
-def test_a_rank_that_leaves_before_its_last_step_does_not_part_from_the_others(tmp_path: Path) -> None:
-    run_ranks(_leave_on_rank_1, 2, tmp_path)
-
-    assert compare(tmp_path).verdict == "same"
+# Two trainings, and the last step that they have in common.
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    **{f"left, {given}": (given, {**given, "leave_at": 4}, 4) for given in ({}, {"known": False})},
+    "closed before the last step of the optimizer": ({}, {"steps": 4, "skipped": 4}, 4),
+    **{
+        f"short, {given}": (given, {**given, "steps": 3}, 3)
+        for given in ({"known": False}, {"skipped": 3}, {"wrapped": False, "known": False}, {"wrapped": False}, {})
+    },
+    **{
+        f"recorded without the optimizer, {given}": (given, {**given, "known": False}, 6)
+        for given in ({}, {"wrapped": False})
+    },
+    **{f"resumed, {given}": (given, {**given, "first": 4}, 6) for given in ({}, {"known": False})},
+}
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    "how", [{"known": False}, {"skipped": 3}, {"wrapped": False, "known": False}, {"wrapped": False}, {}]
-)
-def test_buffers_of_a_short_run_are_those_of_a_long_one(tmp_path: Path, how: dict[str, Any]) -> None:
-    _train(tmp_path / "long", 6, **how)
-    _train(tmp_path / "short", 3, **how)
+@pytest.mark.parametrize("name", PAIRS)
+def test_trainings_are_the_same_as_far_as_both_go(tmp_path: Path, name: str) -> None:
+    *pair, last = PAIRS[name]
+    for label, given in zip("ab", pair, strict=True):
+        with suppress(KeyboardInterrupt):
+            _train(tmp_path / label, **given)
 
-    assert compare(tmp_path / "long", tmp_path / "short").verdict == "same"
+    comparison = compare(tmp_path / "a", tmp_path / "b")
 
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("wrapped", [True, False])
-def test_a_run_recorded_without_its_optimizer_has_the_same_buffers_and_parameters(
-    tmp_path: Path, wrapped: bool
-) -> None:
-    _train(tmp_path / "known", 4, wrapped=wrapped)
-    _train(tmp_path / "unknown", 4, known=False, wrapped=wrapped)
-
-    assert compare(tmp_path / "known", tmp_path / "unknown").verdict == "same"
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("known", [True, False])
-def test_a_resumed_run_starts_from_the_buffers_that_the_step_before_left(tmp_path: Path, known: bool) -> None:
-    _train(tmp_path / "whole", 6, known=known)
-    model, optimizer = _net(), None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    _train(tmp_path / "first half", 3, model=model, optimizer=optimizer, known=known)
-    _train(tmp_path / "second half", 6, model=model, optimizer=optimizer, known=known, first=4)
-
-    comparison = compare(tmp_path / "whole", tmp_path / "second half")
-
-    assert (comparison.verdict, comparison.steps) == ("same", (3, 6))
+    assert (comparison.verdict, comparison.steps) == ("same", (pair[1].get("first", 1) - 1, last))
+    trace = Recorded(tmp_path / "b")
+    assert trace.end == ("KeyboardInterrupt" if "leave_at" in pair[1] else "closed")
+    if pair[1] == {"wrapped": False, "known": False, "steps": 3}:  # no forward pass is seen that follows the last step
+        assert (3, "buffers") not in trace.sections
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_step_that_calls_the_step_of_its_base_class_is_recorded_at_its_end(tmp_path: Path) -> None:
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # from now on torch looks at the steps of that class, too
-    model = _net()
+    model = wrap()
+    optimizer = _Clamped(model.parameters(), lr=0.5)
+    with Recorder(model, tmp_path, optimizer=optimizer):
+        take_step(model, 1.0)
+        optimizer.step()
 
-    _train(tmp_path, 1, model=model, optimizer=_Clamped(model.parameters(), lr=0.5))
-
-    held = Recorded(tmp_path).sections[1, "parameters"]
-    assert held.words["parameter '0.weight'"] == _word(model[0].weight)
-    assert model[0].weight.abs().max() <= 0.3
+    assert Recorded(tmp_path).words(1, "parameters") == {"parameter 'weight'": word_of(model.module.weight)}
+    assert model.module.weight.abs().max() <= 0.3
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_step_that_raised_does_not_hide_the_next_one(tmp_path: Path) -> None:
     model = wrap()
+    nn.init.ones_(model.module.weight)  # sums below are exact
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
     def fail() -> float:
@@ -160,17 +128,15 @@ def test_a_step_that_raised_does_not_hide_the_next_one(tmp_path: Path) -> None:
 
     with Recorder(model, tmp_path, optimizer=optimizer):
         for fails in (True, False):
-            model.zero_grad()
-            add_gradients(model, 1.0)
-            model.all_reduce()
+            take_step(model, 1.0)
             if fails:
                 assert error_of(optimizer.step, fail) is not None
             optimizer.step()
             with torch.no_grad():
                 model.module.weight.add_(1)  # after the step
 
-    held = Recorded(tmp_path).sections[2, "parameters"]
-    assert held.words == {"parameter 'weight'": _word(model.module.weight.detach() - 1)}
+    held = Recorded(tmp_path).words(2, "parameters")
+    assert held == {"parameter 'weight'": word_of(model.module.weight.detach() - 1)}
 
 
 @pytest.mark.usefixtures("alone")
@@ -181,59 +147,18 @@ def test_settings_that_are_tensors_are_those_of_the_step_although_they_change_be
     rate = torch.tensor(0.5)
     first, second = (torch.optim.SGD([model.module[name]], lr=lr) for name, lr in (("a", rate), ("b", 0.1)))
     with Recorder(model, tmp_path, optimizer=[first, second]):
-        add_gradients(model, 1.0)
-        model.all_reduce()
+        take_step(model, 1.0)
         first.step()
         rate.mul_(2)
         second.step()
 
     held = Recorded(tmp_path).sections[1, "settings"]
-    assert held.words["optimizer 0: lr of parameter group 0"] == _word(rate / 2)
-
-
-class _Takes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 1, bias=False)
-        self.register_buffer("packed", torch.zeros(4, dtype=torch.uint8).view(torch.bits8))
-        self.register_buffer("away", torch.empty(2, device="meta"))
-
-    def forward(self, *_: Any) -> torch.Tensor:
-        return self.linear(torch.ones(1, 2)).sum()
-
-
-_ENDLESS: list[Any] = []
-_ENDLESS.append(_ENDLESS)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    "given",
-    [
-        object(),
-        torch.empty(2, device="meta"),
-        torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
-        _ENDLESS,
-        {1: {2, 3}},
-        torch.zeros(4, dtype=torch.uint8).view(torch.bits8),
-    ],
-    ids=["object", "meta", "nested", "endless", "set", "bits"],
-)
-def test_inputs_and_buffers_of_any_kind_leave_the_training_alone(tmp_path: Path, given: Any) -> None:
-    model = LegacyDistributedDataParallel(_Takes(), init_sync=False)
-    with Recorder(model, tmp_path):
-        model(given).backward()
-        model.all_reduce()
-
-    trace = Recorded(tmp_path)
-    assert trace.end == "closed"
-    assert trace.calls[1].inputs_complete == (isinstance(given, torch.Tensor) and given.dtype is torch.bits8)
-    assert trace.sections[0, "buffers"].norms == {"buffer 'away'": None, "buffer 'packed'": None}
+    assert held.words["optimizer 0: lr of parameter group 0"] == word_of(rate / 2)
 
 
 @uses_torch_jit
 @pytest.mark.usefixtures("alone")
-def test_functional_transforms_of_a_recorded_wrapper_work(tmp_path: Path) -> None:
+def test_a_recorded_wrapper_can_be_transformed_and_traced(tmp_path: Path) -> None:
     model = wrap()
     batch, weights = torch.ones(1, 2), dict(model.named_parameters())
     with Recorder(model, tmp_path):
@@ -241,56 +166,12 @@ def test_functional_transforms_of_a_recorded_wrapper_work(tmp_path: Path) -> Non
         assert torch.func.jvp(model, (batch,), (batch,))[0].shape == (1, 1)
         gradient = torch.func.grad(lambda given: torch.func.functional_call(model, given, (batch,)).sum())(weights)
         assert torch.equal(gradient["module.weight"], batch)
+        traced = torch.jit.trace(model, batch)
+        assert torch.equal(traced(torch.ones(3, 2)), model(torch.ones(3, 2)))
         model(torch.ones(1, 2)).sum().backward()
         model.all_reduce()
 
     assert Recorded(tmp_path).steps == [0, 1]
-
-
-@uses_torch_jit
-@pytest.mark.usefixtures("alone")
-def test_a_recorded_wrapper_can_be_traced(tmp_path: Path) -> None:
-    model = wrap()
-    recorder = Recorder(model, tmp_path)
-    with recorder:
-        traced = torch.jit.trace(model, torch.ones(1, 2))
-        assert torch.equal(traced(torch.ones(3, 2)), model(torch.ones(3, 2)))
-        add_gradients(model, 1.0)
-        model.all_reduce()
-
-
-@pytest.mark.usefixtures("alone")
-def test_inputs_that_bypass_the_wrapper_leave_the_inputs_incomplete(tmp_path: Path) -> None:
-    model = wrap()
-    with Recorder(model, tmp_path):
-        model(torch.ones(1, 2)).sum().backward()
-        model.module(torch.ones(1, 2)).sum().backward()
-        model.all_reduce()
-
-    facts = Recorded(tmp_path).calls[1]
-    assert (facts.forwards, facts.micro_batches, facts.inputs_complete) == (1, 2, False)
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_value_that_cannot_be_recorded_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
-    model = wrap()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with Recorder(model, tmp_path, optimizer=optimizer):
-        for step in (1, 2, 3):
-            model.zero_grad()
-            add_gradients(model, 1.0)
-            model.all_reduce()
-            if step == 2:
-                optimizer.state[model.module.weight]["odd"] = torch.nested.nested_tensor([torch.ones(1)])
-            optimizer.step()
-    said = logged_warnings.take_all()
-
-    told = [warning.text for warning in said if "the training goes on" in warning.text]
-    assert len(told) == 1
-    assert "rank-00000.jsonl ends before step 3" in told[0]
-    trace = Recorded(tmp_path)
-    assert (trace.steps, trace.end) == ([0, 1, 2], "")
 
 
 class _Unreadable(dict[str, Any]):
@@ -301,16 +182,34 @@ class _Unreadable(dict[str, Any]):
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_exception_whose_text_cannot_be_made_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "odd, reason",
+    [
+        (lambda: torch.nested.nested_tensor([torch.ones(1)]), "NestedTensor"),
+        (_Unreadable, "MuteError: (no text: its __str__ raised ZeroDivisionError)"),
+    ],
+    ids=["nested", "mute"],
+)
+def test_a_value_that_cannot_be_recorded_ends_the_trace_and_not_the_training(
+    tmp_path: Path, odd: Callable[[], Any], reason: str
+) -> None:
     model = wrap()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with Recorder(model, tmp_path, optimizer=optimizer):
-        add_gradients(model, 1.0)
-        model.all_reduce()
-        optimizer.state[model.module.weight]["odd"] = _Unreadable()
-        optimizer.step()
-        (told,) = logged_warnings.take()
-        assert "MuteError: (no text: its __str__ raised ZeroDivisionError)" in told
+    with Recorder(model, tmp_path, optimizer=optimizer) as recorder:
+        for step in (1, 2, 3):
+            take_step(model, 1.0)
+            if step == 2:
+                optimizer.state[model.module.weight]["odd"] = odd()
+            optimizer.step()
+            recorder.log(step=step)
+    said = logged_warnings.take_all()
+
+    [told] = [warning.text for warning in said if "the training goes on" in warning.text]
+    assert "rank-00000.jsonl ends before step 3" in told
+    assert reason in told
+    trace = Recorded(tmp_path)
+    assert (trace.steps, trace.end, trace.logged) == ([0, 1, 2], "", {1: {"step": 1.0}})
 
 
 def _record_on_a_part(rank: int, folder: Path) -> int:
@@ -327,36 +226,21 @@ def test_ranks_are_those_of_the_group(tmp_path: Path) -> None:
     assert [Recorded(tmp_path / name).environment.world_size for name in "01"] == [2, 1]
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_wrapper_has_a_group_of_its_own(tmp_path: Path) -> None:
-    assert error_of(Recorder, wrap(), tmp_path, process_group=dist.group.WORLD) == (
-        "ValueError",
-        "process_group is the wrapper's own, expected None; assign model.process_group instead",
-    )
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_bare_module_is_not_touched_before_its_first_call(tmp_path: Path) -> None:
-    module = nn.Linear(2, 1, bias=False)
-    with Recorder(module, tmp_path):
-        add_gradients(module, 1.0)
-        assert all_reduce_gradients(module).rows[0].micro_batches == 0  # nobody counted that backward
-
-
-def _sit_out(rank: int, folder: Path, garbage: float) -> None:
-    model = wrap()
-    with torch.no_grad():
-        model.module.weight.fill_(1.0)
-    with Recorder(model, folder):
-        add_gradients(model, 1.0 if rank == 0 else garbage)
-        model.all_reduce(skip=rank == 1)
+def _sit_out(rank: int, folder: Path) -> None:
+    for name, garbage in (("a", 5.0), ("b", 7.0)):
+        model = wrap()
+        with torch.no_grad():
+            model.module.weight.fill_(1.0)
+        with Recorder(model, folder / name):
+            add_gradients(model, garbage if rank == 1 else 1.0)
+            model.all_reduce(skip=rank == 1)
 
 
 def test_gradients_of_a_rank_that_sits_out_are_nobody_s_business(tmp_path: Path) -> None:
-    for name, garbage in (("a", 5.0), ("b", 7.0)):
-        run_ranks(partial(_sit_out, folder=tmp_path / name, garbage=garbage), 2)
+    run_ranks(_sit_out, 2, tmp_path)
 
     assert compare(tmp_path / "a", tmp_path / "b").verdict == "same"
+    assert [(1, "local_gradients") in Recorded(tmp_path / "a", rank).sections for rank in (0, 1)] == [True, False]
 
 
 @pytest.mark.usefixtures("alone")
@@ -397,3 +281,158 @@ def test_a_buffer_that_is_a_rank_s_own_by_its_second_name_is_left_out(tmp_path: 
 
     assert Recorded(tmp_path).environment.local_buffers == ("1.*", "*.running_var", "0.running_mean")
     assert compare(tmp_path).verdict == "same"
+
+
+_COUNT = "expected a whole number from 1 to 1,000,000,000,000,000"
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"every": 0}, f"ValueError: every is not usable: got 0, {_COUNT}"),
+    ({"every": True}, f"ValueError: every is not usable: got True, {_COUNT}"),
+    ({"first_step": 0}, f"ValueError: first_step is not usable: got 0, {_COUNT}"),
+    ({"argv": "no"}, "TypeError: argv is not usable: got 'no', expected True or False"),
+    ({"folder": 3}, "TypeError: folder is not usable: got 3, expected a path"),
+    ({"folder": ""}, "TypeError: folder is not usable: got '', expected a path"),
+    (
+        {"folder": Path("a\0b")},
+        "ValueError: folder is not usable: got 'a\\x00b', expected a path without a null character",
+    ),
+    (
+        {"folder": "~nobody-of-that-name/x"},
+        "ValueError: folder is not usable: got '~nobody-of-that-name/x', expected ~ with a known home directory; name "
+        "the whole path",
+    ),
+    (
+        {"optimizer": [3]},
+        "TypeError: optimizer is of the wrong type: got int, expected torch.optim.Optimizer or several",
+    ),
+    (
+        {"model": 3},
+        "TypeError: model is of the wrong type: got int, expected a LegacyDistributedDataParallel, or the module that "
+        "all_reduce_gradients() is called with",
+    ),
+    *(
+        (
+            {"operations": value},
+            f"TypeError: operations is of the wrong type: got {value!r}, expected numbers of steps, as range(40, 42)",
+        )
+        for value in (40, "40")
+    ),
+    ({"operations": [1, 2.0]}, "TypeError: operations holds a float: got 2.0, expected numbers of steps"),
+    ({"operations": [True]}, "TypeError: operations holds a bool: got True, expected numbers of steps"),
+    *(
+        (
+            {"operations": value},
+            f"ValueError: operations holds more than numbers of steps: got {least}, expected whole numbers from 1",
+        )
+        for value, least in (({0, 3}, 0), (range(-1, 3), -1))
+    ),
+    *(
+        (
+            {"operations": value},
+            f"ValueError: operations holds no step: got {value!r}, expected a first step before the end, as "
+            "range(40, 42); pass () for no operations",
+        )
+        for value in (range(5, 1), range(0))
+    ),
+    (
+        {"process_group": True},
+        "ValueError: process_group is the wrapper's own, expected None; assign model.process_group instead",
+    ),
+]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("arguments, expected", WRONG)
+def test_wrong_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], expected: str) -> None:
+    said = error_of(Recorder, **{"model": wrap(), "folder": tmp_path, **arguments})
+
+    assert ": ".join(said or ()) == expected
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("alone")
+def test_torch_ddp_is_refused_because_nothing_would_be_seen(tmp_path: Path) -> None:
+    said = error_of(Recorder, torch.compile(DistributedDataParallel(nn.Linear(2, 1)), backend="eager"), tmp_path)
+
+    assert said is not None
+    assert "got DistributedDataParallel, expected a LegacyDistributedDataParallel" in said[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_error_on_entering_comes_without_the_errors_of_the_system_and_overwrites_nothing(tmp_path: Path) -> None:
+    model = wrap()
+    name = "rank-00000.jsonl"
+    (tmp_path / "file").touch()
+    (tmp_path / name).write_text("precious")
+    for folder, text in (
+        (tmp_path, f"/{name} exists, expected no trace of this rank there; name another folder, or remove that one"),
+        (tmp_path / "file", " is no folder; name another folder, or a path that does not exist yet"),
+        (tmp_path / "file" / "below", f"/{name} cannot be written: Not a directory; name another folder"),
+        (Path("/proc/none"), f"/{name} cannot be written: No such file or directory; name another folder"),
+    ):
+        with pytest.raises(TraceError) as caught, Recorder(model, folder):
+            pass
+
+        assert str(caught.value) == f"{folder}{text}"
+        assert "Error" not in "".join(traceback.format_exception(caught.value)).replace("TraceError", "")
+        assert not any(vars(model._synchronizer.observers).values())
+    assert (tmp_path / name).read_text() == "precious"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_folder_may_lie_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    model = wrap()
+    with Recorder(model, "~/runs/x"):
+        take_step(model, 1.0)
+
+    assert Recorded(tmp_path / "home" / "runs" / "x").steps == [0, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_at_the_end", [False, True])
+def test_a_folder_that_was_deleted_during_the_run_is_warned_of(tmp_path: Path, is_at_the_end: bool) -> None:
+    model = wrap()
+    with Recorder(model, tmp_path / "trace"):
+        take_step(model, 1.0)
+        shutil.rmtree(tmp_path / "trace")
+        if not is_at_the_end:
+            model.all_reduce()
+    said = logged_warnings.take_all()
+
+    [told] = [warning.text for warning in said if "the training goes on" in warning.text]
+    assert "rank-00000.jsonl ends before step 2, and the training goes on" in told
+    assert told.endswith("(the file was deleted)")
+
+
+def _fill_the_disk(rank: int, folder: Path) -> tuple[list[str], int]:
+    model = wrap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    with Recorder(model, folder, optimizer=optimizer):
+        if rank == 1:  # no file of this process may grow beyond that
+            room = os.path.getsize(folder / "rank-00001.jsonl") + 2000
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        for _ in range(8):
+            take_step(model, 1.0)
+            optimizer.step()
+    said = logged_warnings.take_all()
+    assert not any(str(folder) in name for name in open_files())
+    assert {warning.filename for warning in said} <= {__file__}  # and not a file of the library or of torch
+    return [warning.text for warning in said], digest(model.module.weight)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
+    (none, weights), (said, others_weights) = run_ranks(_fill_the_disk, 2, tmp_path)
+
+    assert none == []
+    assert len(said) == 1
+    assert "rank-00001.jsonl ends before step" in said[0]
+    assert "cannot be recorded or written any more (File too large)" in said[0]
+    assert weights == others_weights
+    whole, cut = Recorded(tmp_path, 0), Recorded(tmp_path, 1)
+    assert (whole.end, whole.steps) == ("closed", list(range(9)))
+    assert cut.end == ""
+    assert 1 < len(cut.steps) < 9
+    for step in cut.steps:
+        assert cut.words(step, "reduced_gradients") in (whole.words(step, "reduced_gradients"), None)

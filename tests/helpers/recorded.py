@@ -7,10 +7,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
+
+from legacy_ddp.debug import digest
+
 RANK_FILE = "rank-{:05}.jsonl"
 PHASES = ("local_gradients", "reduced_gradients", "settings", "optimizer", "parameters", "buffers")
 
 _NOT_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
+
+
+def word_of(values: Any) -> str:
+    return f"{digest(torch.as_tensor(values)) % 2**64:016x}"
 
 
 class Section(NamedTuple):

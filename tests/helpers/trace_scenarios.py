@@ -1,10 +1,10 @@
 """Traces of arbitrary content for tests of files: drawn as events, written by a Writer, read into a dictionary."""
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hypothesis import strategies as st
 
@@ -20,13 +20,6 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.samp
     ['"', "\n", "\\", "a\r\n", "é\u2028", "😀", ',"norms":', '","phase":"', '"}\n', ',"crc32":"00000000"}', "\0", ""]
 )
 numbers = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, -0.0, 5e-324, 1e-310, 1e308])
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
-    max_leaves=6,
-)
 
 
 @dataclass(frozen=True)
@@ -101,9 +94,13 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     return Scenario(draw(environments), tuple(events), draw(st.none() | texts.filter(bool)))
 
 
-def write_scenario(scenario: Scenario, folder: Path) -> tuple[Path, list[int]]:
-    """The file of the scenario, and the sizes of the file after the first line, each event and the end."""
-    writer = Writer(folder, scenario.environment)
+def write_scenario(scenario: Scenario) -> tuple[bytes, list[int]]:
+    """The file of the scenario, and its sizes after the first line, each event and the end."""
+    with TemporaryDirectory() as folder:
+        return _write(scenario, Writer(Path(folder), scenario.environment))
+
+
+def _write(scenario: Scenario, writer: Writer) -> tuple[bytes, list[int]]:
     sizes = [writer.path.stat().st_size]
     for step, what in scenario.events:
         if isinstance(what, Section):
@@ -116,7 +113,7 @@ def write_scenario(scenario: Scenario, folder: Path) -> tuple[Path, list[int]]:
         writer.abandon()
     else:
         writer.close(7, scenario.end)
-    return writer.path, [*sizes, writer.path.stat().st_size]
+    return writer.path.read_bytes(), [*sizes, writer.path.stat().st_size]
 
 
 def held(events: Sequence[Event]) -> Held:
@@ -141,17 +138,10 @@ def contents_of(trace: RankTrace) -> Held:
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder for one example of a property; tmp_path would be shared by all examples."""
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
-
-
-@contextmanager
 def trace_of(data: bytes) -> Iterator[RankTrace]:
     """The trace with these bytes."""
-    with temporary_folder() as folder:
-        path = folder / "rank-00000.jsonl"
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "rank-00000.jsonl")
         path.write_bytes(data)
         with RankTrace(path) as trace:
             yield trace

@@ -1008,7 +1008,7 @@ TRACES = (
         "a step without settings has other settings",
         'may_lack = phase in ("settings", *self.may_lack)',
         "may_lack = phase in self.may_lack",
-        f"{_SETTINGS} -k without_settings",
+        _SETTINGS,
     ),
     Mutant(
         "the start of a resumed run has settings",

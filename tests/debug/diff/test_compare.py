@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.command import Place, compare
 from tests.helpers.recorded import PHASES
-from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, without, write_trace
+from tests.helpers.traces import NAMES, START, call_facts, environment, write_trace
 
 WORD = "ab" * 8
 _PLACES = [(phase, name) for phase in PHASES for name in NAMES[phase]]
@@ -67,36 +67,6 @@ def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -
     b = write_trace(tmp_path / "b", world_size=100, steps=2, planted={(77, 2, "buffers", "buffer 'mean'"): (WORD, 1.0)})
     with _few_open_files():
         assert [compare(a, b).first.ranks, compare(b).first.ranks] == [(77,), (77,)]
-
-
-def test_other_intervals_of_recording_are_compared_where_both_recorded(tmp_path: Path) -> None:
-    a = write_trace(tmp_path / "a", environments=lambda rank, size: environment(rank, size, every=2))
-    odd = [f'"step":{step},'.encode() for step in (1, 3, 5)]
-    for rank in (0, 1):
-        without(a / f"rank-{rank:05}.jsonl", lambda line: b'"end"' not in line and any(step in line for step in odd))
-    every_step = {(0, step, "parameters", "parameter 'a'"): (WORD, 1.0) for step in range(1, 6)}
-
-    found = compare(a, write_trace(tmp_path / "b", planted=every_step))
-
-    assert found.places == (Place(2, "parameters", (0,), 1, 2, last_step=4, steps=2),)
-    assert "A recorded every 2 steps, B every 1: 3 in common" in found.notes
-    assert compare(a, write_trace(tmp_path / "c")).headline.startswith("same: 2 ranks, steps 0-4 (3 compared), ")
-
-
-def test_other_world_sizes_are_the_same_only_as_far_as_all_ranks_of_each_go(tmp_path: Path) -> None:
-    a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b", world_size=4)
-    end_after(b / "rank-00003.jsonl", 4)
-    assert compare(a, b).headline.startswith("same: what runs of 2 ranks and of 4 ranks have in common, steps 0-4, ")
-
-    end_after(b / "rank-00003.jsonl", 2)
-    assert "but inside B: cannot tell: steps 3-5 were not compared on every rank" in compare(a, b).headline
-
-
-def test_a_short_rank_beyond_the_steps_of_the_other_run_does_not_count(tmp_path: Path) -> None:
-    a, b = write_trace(tmp_path / "a", steps=3), write_trace(tmp_path / "b", steps=20)
-    end_after(b / "rank-00001.jsonl", 10)
-
-    assert (compare(a, b).verdict, compare(a, b).steps) == ("same", (0, 3))
 
 
 def test_the_same_folder_twice_is_a_note_and_buffers_can_be_left_out_afterwards(tmp_path: Path) -> None:

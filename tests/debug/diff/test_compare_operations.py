@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.command import command
 from tests.helpers.operations import Operation, operation
-from tests.helpers.scenes import Scene, rewrite, texts_in
+from tests.helpers.scenes import rewrite, texts_in
 from tests.helpers.traces import NAMES, call_facts, write_trace
 
 EXPECTED = Path(__file__).with_name("compared.txt")
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Given, ...]] = {
     },
     **{
         f"steps {a} and {b}, not that of the first difference": (of_steps(*a), of_steps(*b) | differing(1))
-        for a, b in (((3,), ()), ((), (3,)), ((), ()), ((2,), (2,)))
+        for a, b in (((3,), ()), ((), (3,)), ((2,), (2,)))
     },
     **{
         f"no operations, which could not help for {phase}": ({}, differing(1, phase=phase))
@@ -101,10 +101,7 @@ CASES: dict[str, tuple[Given, ...]] = {
     },
     "a rank without operations": (of_steps(2), recorded(lambda _, rank: () if rank else sequence(0), 2)),
     "a rank of one run without operations": (recorded(lambda _, rank: () if rank else sequence(0), 2),),
-    **{
-        f"other world sizes, steps {a} and {b}": (of_steps(*a), of_steps(*b) | {"world_size": 3})
-        for a, b in (((2,), (2,)), ((2,), ()), ((), (2,)))
-    },
+    "other world sizes, steps (2,) and (2,)": (of_steps(2), of_steps(2) | {"world_size": 3}),
     "the ranks of one run": (recorded(lambda _, rank: sequence(rank, extra=rank == 1), 2),),
 }
 
@@ -119,18 +116,10 @@ def told(folder: Path, case: tuple[Given, ...]) -> str:
     return "\n\n".join(part for part in parts if not part.startswith(("step 3, ", "meaning: ", "1 place"))) + "\n"
 
 
-def scenes() -> dict[str, Scene]:
-    return {name: partial(told, case=case) for name, case in CASES.items()}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_operations_are_compared_as_before(tmp_path: Path, name: str) -> None:
     assert told(tmp_path, CASES[name]) == texts_in(EXPECTED)[name]
 
 
-def test_every_scene_is_tested() -> None:
-    assert [*texts_in(EXPECTED)] == [*CASES]
-
-
 if __name__ == "__main__":
-    rewrite(EXPECTED, scenes())
+    rewrite(EXPECTED, {name: partial(told, case=case) for name, case in CASES.items()})

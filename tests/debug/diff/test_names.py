@@ -16,7 +16,6 @@ from tests.helpers.traces import NAMES, call_facts, environment, write_trace
 
 WORD = "ab" * 8
 TEXTS = st.text(min_size=1, max_size=120)
-KINDS = {"names": {"buffers": ("buffer 'x'", "buffer 'y'")}, "start": ("buffers",)}
 
 
 @given(st.data())
@@ -86,22 +85,3 @@ def test_buffers_alone_are_left_out_by_their_raw_name_or_a_pattern(
     folder = write_trace(tmp_path / "trace", names={**NAMES, "buffers": (name,)}, planted=planted)
 
     assert compare(folder, local_buffers=(pattern,)).first.phase == ("buffers" if kept else "parameters")
-
-
-def _other_kind(folder: Path, **written: Any) -> Any:
-    runs = [write_trace(folder / kind, kind=kind, **KINDS, **written) for kind in ("float32 (2,)", "float32 (1, 2)")]
-    return compare(*runs)
-
-
-def test_the_same_digest_of_another_kind_is_a_difference_of_kinds(tmp_path: Path) -> None:
-    found = _other_kind(tmp_path)
-
-    assert (found.first.step, found.first.kind) == (0, "float32 (2,) in A, float32 (1, 2) in B")
-
-
-def test_nothing_is_as_good_as_absent_whatever_its_kind(tmp_path: Path) -> None:
-    absent = {(rank, step, "buffers", "buffer 'x'"): (None, None) for rank in (0, 1) for step in range(6)}
-
-    found = _other_kind(tmp_path, planted=absent)
-
-    assert (found.first.name, found.others) == ("buffer 'y'", ())

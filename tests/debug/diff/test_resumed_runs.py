@@ -1,86 +1,173 @@
-"""Real trainings that lost a part of their state in a resume, or took other steps, against the straight run."""
+"""Real trainings with one difference, in the training or in the state after a resume, against the straight run."""
 
 import copy
-from functools import partial
+import os
+import signal
+from contextlib import suppress
+from os import sched_yield
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
+from threading import Thread
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerLostError
 from legacy_ddp.debug import Recorder
 from tests.helpers.command import command, compare
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded import Recorded
+from tests.helpers.shared_jobs import once, run_cases
 
 STEPS, SAVED = 6, 3
+BATCHES = 3  # per step and rank
 LR = "lr of parameter group 0"
-# Of a run: the first step, the parts of the checkpoint that are lost, and the step that is left out.
-RUNS: dict[str, dict[str, Any]] = {
-    "straight": {"saves": True},
-    "resumed": {"first_step": SAVED + 1},
-    "without optimizer": {"first_step": SAVED + 1, "lost": ("optimizer",)},
-    "without scheduler": {"first_step": SAVED + 1, "lost": ("scheduler",)},
-    "without both": {"first_step": SAVED + 1, "lost": ("optimizer", "scheduler")},
-    "a step left out": {"left_out": 4},
-    "one by one, and another rate from step 5": {"foreach": False, "rate_from_5": 0.5},
-}
 _saved: dict[str, Any] = {}  # the checkpoint of the straight run in this process
 
 
-def _train(
-    rank: int,
-    folder: Path,
-    *,
-    first_step: int = 1,
-    lost: tuple[str, ...] = (),
-    left_out: int = 0,
-    foreach: bool = True,
-    rate_from_5: float = 0.0,
-    saves: bool = False,
-) -> None:
-    """Linear layers on data that follow from step and rank. A step has the rate 0.1 * 0.9 ** (steps before)."""
-    torch.manual_seed(0)
-    model = LegacyDistributedDataParallel(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
+class Change(NamedTuple):
+    """A difference from the straight run. ``lost``: parts of the checkpoint of step ``SAVED``, from which it starts."""
+
+    steps: int = STEPS
+    seed: int = 0
+    nudged: bool = False
+    swapped_at: int = 0
+    dropout: float = 0.0
+    split: int = 1
+    clipped: float = 10.0
+    written_on: int = -1
+    left_out: int = 0
+    foreach: bool = True
+    rate_from_5: float = 0.0
+    lost: tuple[str, ...] | None = None
+
+
+def _train(rank: int, folder: Path, change: Change) -> None:
+    """A small net on data that follow from step and rank. A step has the rate 0.1 * 0.9 ** (steps before)."""
+    torch.manual_seed(change.seed)
+    model = LegacyDistributedDataParallel(
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(change.dropout), nn.Linear(16, 1)),
+        checks=Checks(divergence="warn" if change.written_on < 0 else "ignore"),
+    )
+    if change.nudged:
+        with torch.no_grad():
+            model.module[3].weight[0, 5] += 1e-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=change.foreach)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    if first_step > 1:
-        state = copy.deepcopy(_saved)
-        model.module.load_state_dict(state["model"])
-        if "optimizer" in lost:
-            state["optimizer"]["state"] = {}
-        optimizer.load_state_dict(state["optimizer"])
-        if "scheduler" not in lost:
-            scheduler.load_state_dict(state["scheduler"])
-        else:  # as of a new scheduler
-            optimizer.param_groups[0]["lr"] = 0.1
-    with Recorder(model, folder, optimizer=optimizer, first_step=first_step):
-        for step in range(first_step, STEPS + 1):
-            data = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
-            if rate_from_5 and step >= 5:
-                optimizer.param_groups[0]["lr"] = rate_from_5
-            model(data).square().mean().backward()
-            model.all_reduce()
-            if step != left_out:
+    parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
+    first = 1 if change.lost is None else SAVED + 1
+    if change.lost is not None:
+        _load(parts, change.lost)
+    torch.manual_seed(change.seed + 1 + rank)
+    with Recorder(model, folder, optimizer=optimizer, first_step=first):
+        for step in range(first, change.steps + 1):
+            if change.rate_from_5 and step >= 5:
+                optimizer.param_groups[0]["lr"] = change.rate_from_5
+            for batch in _batches(rank, step, change):
+                model(batch).square().sum().backward()
+            model.all_reduce(sample_size=4 * BATCHES)
+            nn.utils.clip_grad_norm_(model.parameters(), change.clipped)
+            if step != change.left_out:
                 optimizer.step()
                 scheduler.step()
             optimizer.zero_grad()
-            if saves and step == SAVED:
-                parts = {"model": model.module, "optimizer": optimizer, "scheduler": scheduler}
+            if rank == change.written_on and step == 3:
+                with torch.no_grad():
+                    model.module[0].bias[1] += 1
+            if change == Change() and step == SAVED:
                 _saved.update({name: copy.deepcopy(part.state_dict()) for name, part in parts.items()})
 
 
-def _train_all(rank: int, folder: Path) -> None:
-    for name, changes in RUNS.items():
-        _train(rank, folder / name, **changes)
+def _load(parts: dict[str, Any], lost: tuple[str, ...]) -> None:
+    state = copy.deepcopy(_saved)
+    if "optimizer" in lost:
+        state["optimizer"]["state"] = {}
+    for name, part in parts.items():
+        if name not in lost or name == "optimizer":
+            part.load_state_dict(state[name])
+        else:  # as of a new scheduler
+            parts["optimizer"].param_groups[0]["lr"] = 0.1
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    run_ranks(partial(_train_all, folder=folder), 2)
+def _batches(rank: int, step: int, change: Change) -> list[torch.Tensor]:
+    data = torch.randn(BATCHES, 4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    order = [0, 2, 1] if step == change.swapped_at else [0, 1, 2]
+    return [part for index in order for part in data[index].chunk(change.split)]
+
+
+class Case(NamedTuple):
+    """Where the straight run parts from another training. ``cause``: a part of the name of a cause."""
+
+    change: Change
+    step: int
+    phase: str
+    name: str = ""
+    cause: str = ""
+
+
+CASES = {
+    "another seed": Case(Change(seed=1), 0, "parameters", "parameter '0.bias'", "seed"),
+    "one initial weight": Case(Change(nudged=True), 0, "parameters", "parameter '3.weight'"),
+    "another order of batches": Case(Change(swapped_at=4), 4, "local_gradients", cause="data"),
+    "another micro-batch shape": Case(Change(split=2), 1, "local_gradients", cause="shape"),
+    "dropout": Case(Change(dropout=0.2), 1, "local_gradients"),
+    "another clip": Case(Change(clipped=1e-3), 1, "optimizer"),
+}
+OTHERS = {
+    "straight": Change(),  # the first: the others resume from its checkpoint
+    "rerun": Change(),
+    "a weight written on one rank": Change(written_on=1),
+    "resumed": Change(lost=()),
+    "without optimizer": Change(lost=("optimizer",)),
+    "without scheduler": Change(lost=("scheduler",)),
+    "without both": Change(lost=("optimizer", "scheduler")),
+    "a step left out": Change(left_out=4),
+    "one by one, and another rate from step 5": Change(foreach=False, rate_from_5=0.5),
+}
+
+
+@once
+def _runs(base: Path) -> Path:
+    folder = Path(mkdtemp(dir=base))
+    changes = OTHERS | {name: case.change for name, case in CASES.items()}
+    run_cases(_train, 2, {name: (folder / name, change) for name, change in changes.items()})
     return folder
+
+
+@pytest.fixture
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _runs(tmp_path_factory.getbasetemp())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_difference_shows_where_training_first_feels_it(runs: Path, name: str) -> None:
+    case = CASES[name]
+
+    found = compare(runs / "straight", runs / name)
+
+    assert (found.first.step, found.first.phase, found.first.ranks) == (case.step, case.phase, (0, 1))
+    assert case.name in ("", found.first.name)
+    assert not case.cause or case.cause in found.causes[0].what
+    # Python's own generator starts elsewhere in every process; torch's stand alike.
+    assert name == "dropout" or not any("generators" in cause.what for cause in found.causes)
+    assert name != "one initial weight" or found.others == ()
+
+
+def test_an_identical_rerun_and_the_ranks_of_one_run_are_the_same(runs: Path) -> None:
+    found = compare(runs / "straight", runs / "rerun")
+
+    assert (found.verdict, found.steps, found.causes) == ("same", (0, STEPS), ())
+    assert compare(runs / "straight").verdict == "same"
+
+
+def test_a_weight_written_on_one_rank_shows_among_the_ranks_of_one_run(runs: Path) -> None:
+    """It is written after step 3 was recorded; step 4 starts from it, and its state still agrees."""
+    first = compare(runs / "a weight written on one rank").first
+
+    assert (first.step, first.phase, first.name) == (4, "parameters", "parameter '0.bias'")
+    assert first.ranks == (0, 1)  # two ranks: no majority
 
 
 def test_a_resumed_run_is_the_same_without_a_word_about_settings(runs: Path) -> None:
@@ -131,3 +218,25 @@ def test_an_implementation_of_the_step_does_not_hide_another_rate(runs: Path) ->
     assert [(cause.what, cause.where) for cause in found.settings_apart] == [
         ("foreach of parameter group 0", "from step 1")
     ]
+
+
+def _train_until_killed(rank: int, folder: Path) -> None:
+    if rank == 1:
+        Thread(target=_kill_at, args=(folder / "rank-00001.jsonl", 9_377), daemon=True).start()
+    with suppress(PeerLostError):  # which ends the recorder's block on the way
+        _train(rank, folder, Change(steps=10_000))
+
+
+def _kill_at(path: Path, size_bytes: int) -> None:
+    while not path.exists() or path.stat().st_size < size_bytes:
+        sched_yield()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_run_killed_at_any_byte_is_the_same_as_far_as_it_got(runs: Path, tmp_path: Path) -> None:
+    run_ranks(_train_until_killed, 2, tmp_path, lost={1})
+
+    assert [Recorded(tmp_path, rank).end for rank in (0, 1)] == ["PeerLostError", ""]
+    assert (tmp_path / "rank-00001.jsonl").stat().st_size >= 9_377
+    assert compare(runs / "straight", tmp_path).verdict == "same"
+    assert compare(tmp_path).verdict == "same"

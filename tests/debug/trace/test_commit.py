@@ -50,7 +50,7 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_hash_of_the_commit_is_that_of_git(repository: Path) -> None:
+def test_the_hash_of_the_commit_is_that_of_git_and_a_worktree_has_its_own(repository: Path) -> None:
     head = _git(repository, "rev-parse", "HEAD")
 
     assert commit_of(repository) == head
@@ -59,27 +59,19 @@ def test_the_hash_of_the_commit_is_that_of_git(repository: Path) -> None:
     assert commit_of(repository) == head
     _git(repository, "checkout", "--quiet", "--detach")
     assert commit_of(repository) == head
-
-
-def test_a_worktree_has_its_own_commit(repository: Path) -> None:
     _git(repository, "worktree", "add", "--quiet", "-b", "other", "../worktree")
     worktree = repository.parent / "worktree"
     _git(worktree, "commit", "--quiet", "--allow-empty", "--message", "second")
-
-    assert commit_of(worktree) == _git(worktree, "rev-parse", "HEAD")
-    assert commit_of(repository) == _git(repository, "rev-parse", "HEAD")
-    assert commit_of(worktree) != commit_of(repository)
+    assert commit_of(worktree) == _git(worktree, "rev-parse", "HEAD") != head == commit_of(repository)
 
 
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_changed_file_is_told_and_an_untracked_file_is_not(repository: Path, *, staged: bool) -> None:
+def test_a_changed_file_is_told_and_an_untracked_file_is_not(repository: Path) -> None:
     head = _git(repository, "rev-parse", "HEAD")
     (repository / "new").write_text("untracked")
     assert commit_of(repository) == head
     (repository / "file").write_text("two")
-    if staged:
-        _git(repository, "add", "file")
-
+    assert commit_of(repository) == f"{head}, modified"
+    _git(repository, "add", "file")
     assert commit_of(repository) == f"{head}, modified"
 
 
@@ -113,15 +105,13 @@ def test_the_repository_is_only_read(repository: Path) -> None:
     assert not (repository / "ran").exists()
 
 
-def test_without_a_repository_or_a_commit_the_commit_is_not_known(tmp_path: Path) -> None:
+def test_without_a_repository_a_commit_or_git_the_commit_is_not_known(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert commit_of(tmp_path) == UNKNOWN
     _git(tmp_path, "init", "--quiet")
     assert commit_of(tmp_path) == UNKNOWN
-
-
-def test_without_git_the_commit_is_not_known(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-
     assert commit_of(repository) == UNKNOWN
 
 

@@ -63,41 +63,27 @@ def test_every_fact_is_on_the_page(tmp_path: Path) -> None:
     assert [fact for fact in facts if f"`{fact}`" not in PAGE] == []
 
 
-def _write_version(version: int, kinds: set[str], folder: Path) -> str:
-    """Write the lines on the page of these kinds as a file of another version has them, and show the trace."""
-    bodies = [line.partition(',"at":')[0] for line, kind in EXAMPLE if kind in kinds]
-    bodies = [body.replace('"version":4', f'"version":{version}') for body in bodies]
-    old = [re.sub(r',"parts":\{[^}]*\}$', "", body) for body in bodies]
-    assert old != bodies
-    bodies = old
-    if version == 1:
-        old = [re.sub(r',"metrics":\{[^}]*\}$', "", body) for body in bodies]
+@pytest.mark.parametrize(
+    "version, lacking",
+    [
+        (3, set()),  # calls without the parts of a step
+        (2, {"operation", "operations"}),
+        (1, {"operation", "operations", "log"}),  # and calls without metrics
+    ],
+)
+def test_a_trace_of_an_earlier_version_is_read(tmp_path: Path, version: int, lacking: set[str]) -> None:
+    bodies = [line.partition(',"at":')[0] for line, kind in EXAMPLE if kind not in lacking]
+    for member in ("parts", "metrics")[: 2 if version == 1 else 1]:
+        old = [re.sub(rf',"{member}":\{{[^}}]*\}}$', "", body) for body in bodies]
         assert old != bodies
         bodies = old
-    sealed_lines = (sealed(body.encode(), at) for at, body in enumerate(bodies, start=1))
-    (folder / "rank-00000.jsonl").write_bytes(b"".join(sealed_lines))
-    return _shown(folder)
+    bodies[0] = bodies[0].replace('"version":4', f'"version":{version}')
+    lines = (sealed(body.encode(), at) for at, body in enumerate(bodies, start=1))
+    (tmp_path / "rank-00000.jsonl").write_bytes(b"".join(lines))
 
-
-def test_a_trace_of_version_3_is_read(tmp_path: Path) -> None:
-    """Calls without the parts of a step."""
-    kinds = {"environment", "names", "values", "call", "operation", "operations", "log", "end"}
-
-    assert "operations of forward and backward: step 1 (2 a step and rank)" in _write_version(3, kinds, tmp_path)
-
-
-def test_a_trace_of_version_2_is_read(tmp_path: Path) -> None:
-    """Without operations."""
-    shown = _write_version(2, {"environment", "names", "values", "call", "log", "end"}, tmp_path)
+    shown = _shown(tmp_path)
 
     assert "closed after step 1" in shown
-    assert "logged 'lr', rank 0: 0.001 at step 1" in shown
-    assert "operations" not in shown
-
-
-def test_a_trace_of_version_1_is_read(tmp_path: Path) -> None:
-    """Calls without metrics, and no logged values."""
-    shown = _write_version(1, {"environment", "names", "values", "call", "end"}, tmp_path)
-
-    assert "closed after step 1" in shown
-    assert not any(word in shown for word in ("operations", "logged", "metric"))
+    assert ("operations of forward and backward: step 1 (2 a step and rank)" in shown) == (version == 3)
+    assert ("logged 'lr', rank 0: 0.001 at step 1" in shown) == (version > 1)
+    assert [word in shown for word in ("operations", "logged", "metric")] == [version > 2, version > 1, version > 1]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from tests.helpers.operations import operation
 from tests.helpers.traces import end_after, environment, write_trace
 
 RANKS = ["rank-00000.jsonl", "rank-00001.jsonl", "rank-00002.jsonl"]
-SEVERAL = "{folder} holds files of several runs: got "
 LACKING = (
     "copy the files of all hosts into one folder (was a rank killed before its recorder began, or is there a recorder "
     "on some ranks only?)"
@@ -35,28 +35,19 @@ def _add_rank(folder: Path, rank: int, world_size: int) -> None:
     (folder / "other").rmdir()
 
 
-def _touch(*names: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        for path in folder.iterdir():
-            path.unlink()
-        for name in names:
-            (folder / name).touch()
-
-    return change
-
-
-def _replaced(by: Callable[[Path], object]) -> Callable[[Path], None]:
-    """The file of rank 1, replaced."""
-
-    def change(folder: Path) -> None:
-        (folder / RANKS[1]).unlink()
-        by(folder / RANKS[1])
-
-    return change
+def _emptied(folder: Path, *names: str) -> Path:
+    """The folder with empty files of these names alone."""
+    for path in folder.iterdir():
+        path.unlink()
+    for name in names:
+        (folder / name).touch()
+    return folder
 
 
-def _write(junk: bytes) -> Callable[[Path], None]:
-    return _replaced(lambda path: path.write_bytes(junk))
+def _replace(folder: Path, by: Callable[[Path], object]) -> None:
+    """Replace the file of rank 1."""
+    (folder / RANKS[1]).unlink()
+    by(folder / RANKS[1])
 
 
 # What is done to a folder with the trace of two ranks; what the command says.
@@ -66,13 +57,13 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (shutil.rmtree(folder), folder.touch()),
         "{folder} is a file, expected the folder that a recorder wrote",
     ),
-    "empty": (_touch(), "{folder} holds no trace: got nothing, expected rank-00000.jsonl and so on"),
+    "empty": (_emptied, "{folder} holds no trace: got nothing, expected rank-00000.jsonl and so on"),
     "other files": (
-        _touch("b", "a", "c"),
+        lambda folder: _emptied(folder, "b", "a", "c"),
         "{folder} holds no trace: got a, b, c, expected rank-00000.jsonl and so on",
     ),
     "many files": (
-        _touch("a", "b", "c", "d", "e"),
+        lambda folder: _emptied(folder, "a", "b", "c", "d", "e"),
         "{folder} holds no trace: got a, b, c and 2 more, expected rank-00000.jsonl and so on",
     ),
     "a missing rank": (
@@ -80,42 +71,36 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{{folder}} lacks rank 0 of 2; {LACKING}",
     ),
     "ranks of more digits": (
-        lambda folder: (_touch()(folder), _add_rank(folder, 123_456, 123_457)),
+        lambda folder: _add_rank(_emptied(folder), 123_456, 123_457),
         f"{{folder}} lacks ranks 0-123455 of 123457; {LACKING}",
     ),
     "several sizes": (
         lambda folder: _add_rank(folder, 2, 3),
-        f"{SEVERAL}world sizes [2, 3], expected one run",
+        "{folder} holds files of several runs: got world sizes [2, 3], expected one run",
     ),
-    "a rank beyond the size": (lambda folder: _add_rank(folder, 4, 2), f"{SEVERAL}rank 4, expected ranks below 2"),
+    "a rank beyond the size": (
+        lambda folder: _add_rank(folder, 4, 2),
+        "{folder} holds files of several runs: got rank 4, expected ranks below 2",
+    ),
     "a renamed file": (
         lambda folder: (folder / RANKS[1]).rename(folder / RANKS[2]),
         "{folder}/rank-00002.jsonl was renamed: it is the trace of rank 1",
     ),
-    "no bytes": (
-        _write(b""),
-        "{folder}/rank-00001.jsonl is empty, expected a trace; was the run killed before its first step?",
-    ),
-    "junk": (
-        _write(b"junk\n"),
-        "{folder}/rank-00001.jsonl is no trace: its first line is not what a recorder writes",
-    ),
-    "a link to nowhere": (
-        _replaced(lambda path: path.symlink_to("/nowhere")),
-        "{folder}/rank-00001.jsonl cannot be read: No such file or directory",
-    ),
-    "a folder in place of a file": (
-        _replaced(Path.mkdir),
-        "{folder}/rank-00001.jsonl cannot be read: Is a directory",
-    ),
-    "a file that fails to be read": (  # where nothing is mapped
-        _replaced(lambda path: path.symlink_to("/proc/self/mem")),
-        "{folder}/rank-00001.jsonl cannot be read: Input/output error",
-    ),
-    "a pipe, which is not waited for": (
-        _replaced(os.mkfifo),
-        "{folder}/rank-00001.jsonl is a pipe, expected a file; save its output to a file",
-    ),
+    **{
+        name: (partial(_replace, by=by), f"{{folder}}/rank-00001.jsonl {text}")
+        for name, (by, text) in {
+            "a link to nowhere": (
+                lambda path: path.symlink_to("/nowhere"),
+                "cannot be read: No such file or directory",
+            ),
+            "a folder in place of a file": (Path.mkdir, "cannot be read: Is a directory"),
+            "a file that fails to be read": (  # where nothing is mapped
+                lambda path: path.symlink_to("/proc/self/mem"),
+                "cannot be read: Input/output error",
+            ),
+            "a pipe, which is not waited for": (os.mkfifo, "is a pipe, expected a file; save its output to a file"),
+        }.items()
+    },
 }
 
 
@@ -127,15 +112,14 @@ def test_a_folder_that_is_no_whole_run_is_refused(tmp_path: Path, name: str) -> 
     assert _refused(folder) == text.format(folder=folder)
 
 
-@pytest.mark.parametrize("what", ["first_step", "every", "job"])
-def test_ranks_of_two_runs_are_refused_together(tmp_path: Path, what: str) -> None:
-    def changed(rank: int, size: int) -> Any:
-        return environment(rank, size, **{what: f"{rank:016x}" if what == "job" else 1 + rank})
+@pytest.mark.parametrize(
+    "what, values",
+    [("first_step", [1, 2]), ("every", [1, 2]), ("job", ["0000000000000000", "0000000000000001"])],
+)
+def test_ranks_of_two_runs_are_refused_together(tmp_path: Path, what: str, values: list[Any]) -> None:
+    folder = write_trace(tmp_path, environments=lambda rank, size: environment(rank, size, **{what: values[rank]}))
 
-    folder = write_trace(tmp_path, environments=changed)
-    got = "['0000000000000000', '0000000000000001']" if what == "job" else "[1, 2]"
-
-    assert _refused(folder) == f"{folder} holds files of several runs: got {what} {got}, expected one value"
+    assert _refused(folder) == f"{folder} holds files of several runs: got {what} {values}, expected one value"
 
 
 def test_other_files_in_the_folder_are_nobodys_business(tmp_path: Path) -> None:
@@ -159,15 +143,11 @@ def _with_ends(folder: Path, *steps: int) -> Path:
 
 
 def test_ranks_that_end_at_other_steps_are_reported_even_if_closed(tmp_path: Path) -> None:
-    folder = _with_ends(tmp_path, 5, 3, 5)
+    folder = _with_ends(tmp_path / "three", 5, 3, 5)
 
     assert compare(folder).notes == ("ranks 0, 2 ended after step 5", "rank 1 ended after step 3")
     assert compare(folder, folder).notes[:2] == ("A: ranks 0, 2 ended after step 5", "A: rank 1 ended after step 3")
-
-
-def test_many_ways_of_ending_are_cut_and_counted(tmp_path: Path) -> None:
-    notes = compare(_with_ends(tmp_path, 1, 2, 3, 4, 5)).notes
-
+    notes = compare(_with_ends(tmp_path / "five", 1, 2, 3, 4, 5)).notes
     assert notes[2:] == ("rank 2 ended after step 3", "2 more ways in which ranks ended")
 
 

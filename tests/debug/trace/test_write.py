@@ -1,11 +1,11 @@
 """Files of a rank before a flush, after a kill, and on a full disk."""
 
-import multiprocessing
 import os
 import random
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,24 +13,14 @@ import pytest
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.read import RankTrace, open_run
 from legacy_ddp.debug._trace.records import Names, Section, Values, Writer
+from tests.helpers.fork_server import fork_server
 from tests.helpers.trace_scenarios import contents_of
 from tests.helpers.traces import call_facts, environment
-
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "pytest",
-    "hypothesis",
-]  # the server of tests/helpers/ranks.py
 
 
 def _section(step: int, numel: int = 3) -> Section:
     names = tuple(f"buffer '{index}'" for index in range(numel))
     return Section(Names("buffers", names, ("",) * numel), Values((f"{step:016x}",) * numel, (1.0 * step,) * numel))
-
-
-# --- what is there, and when -----------------------------------------------------------------------------------------
 
 
 def test_nothing_but_the_environment_is_written_before_it_is_flushed(tmp_path: Path) -> None:
@@ -62,28 +52,18 @@ def _left(path: Path) -> list[int]:
         return list(trace.steps)
 
 
-# --- killed ----------------------------------------------------------------------------------------------------------
-
-
-def _rank(folder: Path, numel: int) -> None:
-    _write_for_ever(Writer(folder, environment(0, 1)), numel)
-
-
-def _write_for_ever(writer: Writer, numel: int) -> None:
-    step = 0
-    while True:
+def _write_for_ever(folder: Path, numel: int) -> None:
+    writer = Writer(folder, environment(0, 1))
+    for step in count():
         writer.section(step, _section(step, numel))
         writer.flush()
-        step += 1
 
 
 @pytest.mark.parametrize("numel", [1, 30_000])  # lines of 200 bytes, and of more than a MiB
 def test_a_kill_leaves_whole_lines(tmp_path: Path, numel: int) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     for attempt in range(3):
         folder = tmp_path / str(attempt)
-        writing = context.Process(target=_rank, args=(folder, numel), daemon=True)
+        writing = fork_server().Process(target=_write_for_ever, args=(folder, numel), daemon=True)
         writing.start()
         path = folder / "rank-00000.jsonl"
         enough = 8000 * numel**0.5 + random.Random(attempt).randrange(50_000)
@@ -99,9 +79,6 @@ def test_a_kill_leaves_whole_lines(tmp_path: Path, numel: int) -> None:
         assert open_run(folder).size_bytes == path.stat().st_size > enough
 
 
-# --- a full disk -----------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _files_of_at_most(size_bytes: int) -> Iterator[None]:
     """No file of this process can grow beyond that. Python ignores the signal, so that writing fails instead."""
@@ -111,22 +88,6 @@ def _files_of_at_most(size_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_disk_that_fills_up_leaves_whole_lines_and_a_torn_one(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, environment(0, 1))
-    with _files_of_at_most(20_000), pytest.raises(OSError, match="File too large"):
-        _write_for_ever(writer, 3)
-    writer.abandon()
-    torn = writer.path.read_bytes().rpartition(b"\n")[2]
-
-    steps = _left(writer.path)
-    assert steps == list(range(len(steps)))
-    beginning = b'{"line":"values","step":%d,' % len(steps)
-    assert torn
-    assert torn[: len(beginning)] == beginning[: len(torn)]
-    with RankTrace(writer.path) as trace:
-        assert (trace.torn, trace.end, writer.path.stat().st_size) == (True, "", 20_000)
 
 
 def test_nothing_follows_a_torn_line_when_there_is_room_again(tmp_path: Path) -> None:
