@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from tests.helpers import tiers
 from tests.helpers.hosts import on_host
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sums import every_dtype, wrong_sums
@@ -55,24 +54,14 @@ def _sums(
     return wrong_sums(model, rank, len(hosts), expected, steps=3)
 
 
-@pytest.mark.parametrize(
-    "hosts, buffer_size",
-    [
-        thorough("aabb", 2**28),
-        ("abab", 2**28),
-        ("aabb", 10_000),
-        *tiers.choose([("abbaba", 2**28), ("aaabbb", 999)], []),
-    ],
-)
+@pytest.mark.parametrize("hosts, buffer_size", [("abab", 2**28), ("aabb", 10_000)])
 def test_every_dtype_and_size_is_summed_per_host_and_then_over_the_hosts(
     transport: str, hosts: str, buffer_size: int
 ) -> None:
     assert run_ranks(_sums, len(hosts), hosts, buffer_size) == [({"host"}, [])] * len(hosts)
 
 
-@pytest.mark.parametrize(
-    "reduce_dtype", [torch.float16, *map(thorough, [torch.bfloat16, torch.float32, torch.float64])]
-)
+@pytest.mark.parametrize("reduce_dtype", [torch.float16, thorough(torch.bfloat16), thorough(torch.float64)])
 def test_between_hosts_gradients_have_the_dtype_that_was_asked_for(transport: str, reduce_dtype: torch.dtype) -> None:
     assert run_ranks(_sums, 4, "abab", 2**28, reduce_dtype) == [({"host"}, [])] * 4
 
@@ -107,16 +96,7 @@ def _absent(rank: int, hosts: str, seed: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(
-    "hosts, seed",
-    [
-        thorough("aabb", 0),
-        thorough("abba", 1),
-        ("aaa", 6),
-        ("abbaab", 2),
-        *(thorough(*case) for case in tiers.choose([("abcabc", seed) for seed in range(5)], [("abccba", 3)])),
-    ],
-)
+@pytest.mark.parametrize("hosts, seed", [("aaa", 6), ("abbaab", 2), thorough("abccba", 3)])
 def test_slots_without_a_gradient_on_some_ranks_count_as_zeros_on_all_hosts(
     transport: str, hosts: str, seed: int
 ) -> None:
@@ -124,49 +104,23 @@ def test_slots_without_a_gradient_on_some_ranks_count_as_zeros_on_all_hosts(
     assert run_ranks(_absent, len(hosts), hosts, seed) == [[]] * len(hosts)
 
 
-def _skips(rank: int, hosts: str) -> list[float | None]:
-    """A whole host skips, then a rank of each host, then all, then none."""
-    net = nn.Linear(2, 1, bias=False)
-    model = _model(rank, hosts, net)
-    means = []
-    for skips in ((0, 1), (1, 2), (0, 1, 2, 3), ()):
-        net.weight.grad = torch.full((1, 2), float(10**rank))
-        model.all_reduce(skip=rank in skips)
-        means.append(None if net.weight.grad is None else float(net.weight.grad.unique()))
-    return means
-
-
-def test_ranks_and_whole_hosts_may_skip(transport: str) -> None:
-    assert run_ranks(_skips, 4, "aabb") == [[550.0, 500.5, None, 277.75]] * 4
-
-
-def _large_and_small(rank: int, hosts: str) -> list[float]:
-    net = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.float16)) for _ in range(2)])
-    model = _model(rank, hosts, net)
-    net[0].grad, net[1].grad = torch.full((3,), 40_000.0).half(), torch.full((3,), 6e-8).half()
-    model.all_reduce()
-    return [float(parameter.grad.unique()) for parameter in net]
+def _in_half(rank: int, hosts: str) -> list[float]:
+    """Means of fp16 gradients that are large and small, and of 70,000 on rank 1, which is no number of fp16."""
+    halves, single = nn.ParameterList([torch.zeros(3).half(), torch.zeros(3).half()]), nn.Linear(2, 1, bias=False)
+    models = _model(rank, hosts, halves), _model(rank, hosts, single, reduce_dtype=torch.float16)
+    halves[0].grad, halves[1].grad = torch.full((3,), 40_000.0).half(), torch.full((3,), 6e-8).half()
+    single.weight.grad = torch.full((1, 2), 70_000.0 if rank == 1 else 0.0)
+    assert {model.all_reduce().transport for model in models} == {"host"}
+    return [float(parameter.grad.unique()) for parameter in (*halves, single.weight)]
 
 
 def test_half_precision_overflows_and_underflows_nowhere_on_the_way(transport: str) -> None:
-    assert run_ranks(_large_and_small, 4, "aabb") == [[40_000.0, float(torch.tensor(6e-8).half())]] * 4
+    means = [40_000.0, float(torch.tensor(6e-8).half()), 17_504.0]  # 35,000 is 35,008 in fp16
+    assert run_ranks(_in_half, 4, "aabb") == [means] * 4
 
 
-def _large_in_half(rank: int) -> float:
-    net = nn.Linear(2, 1, bias=False)
-    model = _model(rank, "aabb", net, reduce_dtype=torch.float16)
-    net.weight.grad = torch.full((1, 2), 70_000.0 if rank == 1 else 0.0)
-    assert model.all_reduce().transport == "host"
-    return float(net.weight.grad.unique())
-
-
-def test_half_precision_between_hosts_is_divided_before_the_sum(transport: str) -> None:
-    """70,000 is no number of fp16."""
-    assert run_ranks(_large_in_half, 4) == [17_504.0] * 4  # 35,000 is 35,008 in fp16
-
-
-def _kept(rank: int, hosts: str, keeper: int) -> tuple[list[float], list[float]]:
-    """What gradients kept in every step on one rank hold at the end, and all means."""
+def _kept(rank: int, hosts: str) -> tuple[list[float], list[float]]:
+    """What gradients kept in every step on rank 2 hold at the end, and all means."""
     net = nn.Linear(2, 1, bias=False)
     model = _model(rank, hosts, net)
     kept, means = [], []
@@ -175,14 +129,13 @@ def _kept(rank: int, hosts: str, keeper: int) -> tuple[list[float], list[float]]
         (net.weight * float(rank + step)).sum().backward()
         model.all_reduce()
         means += net.weight.grad.flatten().unique().tolist()
-        kept += [net.weight.grad] if rank == keeper else []
+        kept += [net.weight.grad] if rank == 2 else []
     return [grad.unique().item() for grad in kept], means
 
 
-@pytest.mark.parametrize("keeper", [thorough(0), 2])
-def test_a_gradient_kept_on_one_rank_is_never_written_to_and_no_other_host_waits(transport: str, keeper: int) -> None:
+def test_a_gradient_kept_on_one_rank_is_never_written_to_and_no_other_host_waits(transport: str) -> None:
     """Only one host has new segments in a call: all hosts decide alike whether they are exchanged."""
     expected = [1.5 + step for step in range(6)]
-    for rank, (kept, means) in enumerate(run_ranks(_kept, 4, "aabb", keeper)):
+    for rank, (kept, means) in enumerate(run_ranks(_kept, 4, "aabb")):
         assert means == expected
-        assert kept == (expected if rank == keeper else [])
+        assert kept == (expected if rank == 2 else [])

@@ -1,14 +1,10 @@
 """Exit of a process with a pending collective of a communication hook."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import ROOT
-from tests.helpers.scripts import fork_script
+from tests.helpers.scripts import fork_ranks, fork_scripts
 from tests.helpers.torch_versions import without_gloo_lines
 
 _LEFT_BEHIND = """
@@ -48,32 +44,28 @@ dist.destroy_process_group()
 """
 
 
-def test_a_process_ends_after_the_collectives_that_its_hook_began() -> None:
-    result = fork_script("-c", _LEFT_BEHIND)
-
-    said = ['"the second bucket\'s"', "the first bucket's collective has ended"]
-    assert (result.returncode, without_gloo_lines(result.stdout).splitlines()) == (0, said), result.stderr
+_NEVER_ENDS = _LEFT_BEHIND.replace("timeout_seconds=60.0", "timeout_seconds=0.5").replace(
+    "threading.Thread(target=end, daemon=True).start()\n", ""
+)
 
 
-def test_the_wait_for_a_collective_that_never_ends_is_as_long_as_the_timeout() -> None:
-    begun = _LEFT_BEHIND.replace("timeout_seconds=60.0", "timeout_seconds=0.5")
-    result = fork_script(
-        "-c", begun.replace("threading.Thread(target=end, daemon=True).start()\n", ""), limit_seconds=60.0
-    )
+def test_a_process_ends_after_the_collectives_that_its_hook_began_and_waits_no_longer_than_the_timeout() -> None:
+    runs = fork_scripts([("-c", _LEFT_BEHIND), ("-c", _NEVER_ENDS)], [{}, {}], limit_seconds=60.0)
 
-    said = ['"the second bucket\'s"']
-    assert (result.returncode, without_gloo_lines(result.stdout).splitlines()) == (0, said), result.stderr
+    raised, ended = '"the second bucket\'s"', "the first bucket's collective has ended"
+    for run, said in zip(runs, ([raised, ended], [raised]), strict=True):
+        assert (run.returncode, without_gloo_lines(run.stdout).splitlines()) == (0, said), run.stderr
 
 
 _SURVIVES = """
-import sys
+import os, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from legacy_ddp import LegacyDistributedDataParallel, PeerLostError
 
-store, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], size), rank=rank, world_size=size)
 model = LegacyDistributedDataParallel(torch.nn.Linear(3, 1), timeout_seconds=60.0)
 
 def hook(group, bucket):
@@ -86,7 +78,7 @@ try:
     model(torch.ones(2, 3)).sum().backward()
     model.all_reduce()
 except (KeyError, PeerLostError) as error:
-    print(type(error).__name__)
+    print(f"rank {rank}: {type(error).__name__}")
 finally:
     dist.destroy_process_group()
 """
@@ -94,23 +86,8 @@ finally:
 
 @pytest.mark.thorough
 def test_the_survivors_of_a_hook_that_raised_end_with_code_0(tmp_path: Path) -> None:
-    size = 4  # among more than three, some are not connected with the rank that ends first
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _SURVIVES, str(tmp_path / "store"), str(rank), str(size)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    said = [(rank.returncode, without_gloo_lines(out).strip()) for rank, (out, _) in zip(ranks, outputs, strict=True)]
-    lost = (0, "PeerLostError")
-    assert said == [lost, (0, "KeyError"), lost, lost], outputs
+    """Among more than three ranks, some are not connected with the rank that ends first."""
+    run = fork_ranks(4, "-c", _SURVIVES, str(tmp_path / "store"), environment={"GLOO_SOCKET_IFNAME": "lo"})
+
+    said = [f"rank {rank}: {'KeyError' if rank == 1 else 'PeerLostError'}" for rank in range(4)]
+    assert (run.returncode, sorted(without_gloo_lines(run.stdout).splitlines())) == (0, said), run.stderr

@@ -5,13 +5,13 @@ import signal
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from legacy_ddp import CommHookError, LegacyDDPError, PeerError, PeerLostError
+from legacy_ddp import CommHookError, LayoutError, LostPeerError, PeerError, PeerLostError
 from tests.helpers import transports
 from tests.helpers.cases import get_gradients, set_gradients, wrap_module
 from tests.helpers.comm_hooks import at_once, mean
@@ -19,42 +19,22 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
 
-
-def _wrong_shape(bucket: Any) -> Any:
-    return at_once(bucket.buffer()[:-1])
-
-
-def _sparse_result(bucket: Any) -> Any:
-    return at_once(bucket.buffer().to_sparse())
-
-
-def _wrong_dtype(bucket: Any) -> Any:
-    return at_once(bucket.buffer().double())
-
-
-def _no_future(bucket: Any) -> Any:
-    return bucket.buffer()
-
-
-def _no_tensor(bucket: Any) -> Any:
-    return at_once("done")
-
-
-WRONG: dict[Callable[[Any], Any], str | None] = {
-    _wrong_shape: "got float32 (1,) on {device}, expected float32 (2,) on {device}",
-    _wrong_dtype: "got float64 (2,) on {device}, expected float32 (2,) on {device}",
-    _sparse_result: "got torch.sparse_coo float32 (2,) on {device}, expected float32 (2,) on {device}",
-    _no_future: None,  # a tensor at once is as good as a Future of it
-    _no_tensor: "got str, expected a torch.futures.Future of a tensor",
+# The result for a buffer, and what is told of it.
+WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str | None]] = {
+    "shape": (lambda buffer: at_once(buffer[:-1]), "got float32 (1,) on {device}, expected float32 (2,) on {device}"),
+    "dtype": (lambda buffer: at_once(buffer.double()), "got float64 (2,) on {device}, expected float32 (2,) on"),
+    "sparse": (lambda buffer: at_once(buffer.to_sparse()), "got torch.sparse_coo float32 (2,) on {device}, expected"),
+    "no future": (lambda buffer: buffer, None),  # a tensor at once is as good as a Future of it
+    "no tensor": (lambda _: at_once("done"), "got str, expected a torch.futures.Future of a tensor"),
 }
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")
 def test_a_result_of_no_use_is_the_same_error_on_all_ranks() -> None:
     # On rank 1 alone the others' collective would lack a partner, so both call none in the first round.
-    seen = run_cases(_wrong_on_one, 2, {wrong.__name__: (wrong,) for wrong in WRONG})
-    for wrong, words in WRONG.items():
-        first, second = seen[wrong.__name__]
+    seen = run_cases(_wrong_on_one, 2, {name: (name,) for name in WRONG})
+    for name, (_, words) in WRONG.items():
+        first, second = seen[name]
         text, ranks, after = first
         assert first == second
         assert after == [1.5]
@@ -63,14 +43,14 @@ def test_a_result_of_no_use_is_the_same_error_on_all_ranks() -> None:
         assert words is None or "_wrong_on_one" in text, "the hook's name"
 
 
-def _wrong_on_one(rank: int, wrong: Callable[[Any], Any]) -> Any:
+def _wrong_on_one(rank: int, name: str) -> Any:
     model, calls = wrap(), []
 
     def hook(state: Any, bucket: Any) -> Any:
         calls.append(1)
         if len(calls) > 1:
             return mean(None, bucket)
-        return wrong(bucket) if rank == 1 else at_once(bucket.buffer())
+        return WRONG[name][0](bucket.buffer()) if rank == 1 else at_once(bucket.buffer())
 
     model.register_comm_hook(None, hook)
     add_gradients(model, 1.0 + rank)
@@ -84,31 +64,62 @@ def _wrong_on_one(rank: int, wrong: Callable[[Any], Any]) -> Any:
     return text, ranks, list(gradient_values(model).values())
 
 
-def _raising(rank: int, guilty: tuple[int, ...], error: Exception) -> Any:
-    model = wrap(timeout_seconds=20.0)
+class Seen(NamedTuple):
+    """The error of a call, with its notes, on one rank; the gradients after the call, and the error of the next one."""
 
-    def hook(state: Any, bucket: Any) -> Any:
-        if rank in guilty:
-            raise error
-        return mean(None, bucket)
+    kind: str
+    text: str
+    ranks: tuple[int, ...]
+    phase: str | None
+    waited_seconds: float
+    values: dict[str, float | None]
+    later: str
+
+
+def _fail(rank: int, hooks: dict[int, Callable[[Any, Any], Any]], timeout_seconds: float = 20.0) -> Seen:
+    """A call with the ``hooks`` of some ranks; the other ranks have the hook ``mean``."""
+    model = wrap(timeout_seconds=timeout_seconds)
+
+    def hook(state: Any, bucket: Any) -> Any:  # one name on all ranks
+        return hooks.get(rank, mean)(state, bucket)
 
     model.register_comm_hook(None, hook)
     add_gradients(model, 1.0)
     start = time.monotonic()
-    try:
+    with pytest.raises((RuntimeError, KeyError)) as caught:
         model.all_reduce()
-    except (RuntimeError, KeyError) as error:
-        waited = time.monotonic() - start
-        text = f"{error} {getattr(error, '__notes__', '')}"
-        again = error_of(model.all_reduce)
-        return type(error).__name__, text, waited < 20, gradient_values(model), again and again[0]
-    return None
+    error, seconds = caught.value, time.monotonic() - start
+    facts = getattr(error, "ranks", ()), getattr(error, "phase", None)
+    text = " ".join(f"{error} {getattr(error, '__notes__', '')}".split())
+    with pytest.raises(LostPeerError) as later:
+        model.all_reduce()
+    return Seen(type(error).__name__, text, *facts, seconds, gradient_values(model), type(later.value).__name__)
+
+
+def _raise(state: Any, bucket: Any, *, error: Exception) -> Any:
+    raise error
+
+
+def _kill(state: Any, bucket: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _never(state: Any, bucket: Any) -> Any:
+    return torch.futures.Future()
+
+
+def _at_once(state: Any, bucket: Any) -> Any:
+    return at_once(bucket.buffer())
+
+
+def _nonsense(state: Any, bucket: Any) -> Any:
+    return "done"
 
 
 def test_a_hook_that_raises_on_all_ranks_is_its_own_error_there() -> None:
-    for seen in run_ranks(partial(_raising, guilty=(0, 1), error=KeyError("the hook's own")), 2):
-        assert seen[0] in {"KeyError", "PeerLostError"}
-        assert "the hook's own" in seen[1]
+    for seen in run_ranks(_fail, 2, dict.fromkeys((0, 1), partial(_raise, error=KeyError("the hook's own")))):
+        assert seen.kind in {"KeyError", "PeerLostError"}
+        assert "the hook's own" in seen.text
 
 
 @pytest.mark.cpu("a collective of a device goes on until its own timeout")
@@ -123,14 +134,15 @@ def test_a_hook_that_raises_on_all_ranks_is_its_own_error_there() -> None:
     ],
 )
 def test_a_hook_that_raises_on_one_rank_is_told_to_the_others_at_once(error: Any, kind: str, words: str) -> None:
-    left, raised = run_ranks(partial(_raising, guilty=(1,), error=error), 2, survivors_exit=False)
-    assert raised[0] == kind
-    assert words in raised[1]
-    assert left[0] == "PeerLostError"
-    assert f"rank 1 left all_reduce() call 1 with {kind}" in " ".join(left[1].split())
-    assert "fewer calls" not in left[1]
+    left, raised = run_ranks(_fail, 2, {1: partial(_raise, error=error)}, survivors_exit=False)
+    assert raised.kind == kind
+    assert words in raised.text
+    assert left.kind == "PeerLostError"
+    assert f"rank 1 left all_reduce() call 1 with {kind}" in left.text
+    assert "fewer calls" not in left.text
     for seen in (left, raised):
-        assert seen[2:] == (True, {"weight": None}, "LostPeerError")
+        assert seen.waited_seconds < 20
+        assert (seen.values, seen.later) == ({"weight": None}, "LostPeerError")
 
 
 @on_ranks(2, [["CommHookError", [1.0] * 2, [1.0] * 3], ["CommHookError", [3.0] * 2, [3.0] * 3]])
@@ -195,117 +207,62 @@ def test_all_buckets_are_begun_before_the_first_is_awaited_and_their_bytes_are_c
     assert run_ranks(_together, 2) == [2 * 4 + 3 * 8] * 2
 
 
-def _killed_in_the_hook(rank: int) -> Any:
-    model = wrap(timeout_seconds=20.0)
-
-    def hook(state: Any, bucket: Any) -> Any:
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return mean(None, bucket)
-
-    model.register_comm_hook(None, hook)
-    add_gradients(model, 1.0)
-    try:
-        model.all_reduce()
-    except LegacyDDPError as error:
-        return type(error).__name__, error.ranks, error.phase, gradient_values(model)
-    return None
-
-
 @pytest.mark.cpu("a collective of a device goes on until its own timeout")
 def test_a_rank_that_dies_in_a_hooks_collective_is_named() -> None:
-    seen = run_ranks(_killed_in_the_hook, 3, lost=(2,), survivors_exit=False)
-    assert seen == [("PeerLostError", (2,), "hook", {"weight": None})] * 2 + [None]
-
-
-def _silent_hook(rank: int, silent: set[int]) -> Any:
-    model = wrap(timeout_seconds=3.0)
-
-    def hook(state: Any, bucket: Any) -> Any:
-        return torch.futures.Future() if rank in silent else at_once(bucket.buffer())
-
-    model.register_comm_hook(None, hook)
-    add_gradients(model, 1.0)
-    try:
-        model.all_reduce()
-    except LegacyDDPError as error:
-        return type(error).__name__, error.ranks, " ".join(str(error).split()), gradient_values(model)
+    for seen in run_ranks(_fail, 3, {2: _kill}, lost=(2,), survivors_exit=False)[:2]:
+        assert (seen.kind, seen.ranks, seen.phase, seen.values) == ("PeerLostError", (2,), "hook", {"weight": None})
 
 
 def test_a_future_that_never_comes_ends_with_the_timeout_and_names_the_rank_whose_hook_it_is() -> None:
     # Rank 1 waits for its hook, the others for rank 1: whoever's patience ends first, all name it.
-    seen = run_ranks(partial(_silent_hook, silent={1}), 3)
-    for kind, ranks, text, values in seen:
-        assert kind in ("SyncTimeoutError", "PeerLostError")
-        assert ranks == (1,)
-        assert "hook did not finish within 3 s" in text or "no answer within 3 s" in text
-        assert "missing rank 1 (all_reduce() call 1: hook" in text
-        assert values == {"weight": None}
-
-
-def _nonsense_alone(rank: int) -> Any:
-    model = wrap(timeout_seconds=2.0)
-    model.register_comm_hook(None, lambda state, bucket: "done" if rank == 1 else mean(state, bucket))
-    add_gradients(model, 1.0)
-    return error_of(model.all_reduce)
+    for seen in run_ranks(_fail, 3, {0: _at_once, 1: _never, 2: _at_once}, 3.0):
+        assert seen.kind in ("SyncTimeoutError", "PeerLostError")
+        assert seen.ranks == (1,)
+        assert "hook did not finish within 3 s" in seen.text or "no answer within 3 s" in seen.text
+        assert "missing rank 1 (all_reduce() call 1: hook" in seen.text
+        assert seen.values == {"weight": None}
 
 
 @pytest.mark.cpu("a collective of a device goes on until its own timeout")
 def test_a_rank_whose_hook_returns_nonsense_without_the_others_collective_is_named_with_the_result() -> None:
-    for kind, text in run_ranks(_nonsense_alone, 3, lost=(0, 1, 2), survivors_exit=False):
-        assert kind in ("SyncTimeoutError", "PeerLostError")
+    for seen in run_ranks(_fail, 3, {1: _nonsense}, 2.0, lost=(0, 1, 2), survivors_exit=False):
+        assert seen.kind in ("SyncTimeoutError", "PeerLostError")
         assert (
             "missing rank 1 (all_reduce() call 1: its hook returned what cannot be a gradient: got str, expected a "
             "torch.futures.Future of a tensor"
-        ) in " ".join(text.split())
+        ) in seen.text
 
 
 def test_futures_that_never_come_on_any_rank_are_not_attributed_to_the_network() -> None:
-    for _, ranks, text, _ in run_ranks(partial(_silent_hook, silent={0, 1}), 2):
-        assert ranks == ()
-        assert "hook did not finish within 3 s; no rank is missing, every rank is in its communication hook" in text
+    for seen in run_ranks(_fail, 2, {0: _never, 1: _never}, 2.0):
+        assert seen.ranks == ()
+        assert (
+            "hook did not finish within 2 s; no rank is missing, every rank is in its communication hook" in seen.text
+        )
 
 
-@on_ranks(2)
-def _on_one_rank(rank: int) -> Any:
+@on_ranks(2, [{"weight": 1.0}, {"weight": 2.0}])
+def test_a_hook_on_one_rank_alone_is_a_layout_error_on_all(rank: int) -> Any:
     model = wrap()
     if rank == 1:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     add_gradients(model, 1.0 + rank)
-    said = error_of(model.all_reduce)
-    return said, gradient_values(model)
+    with pytest.raises(LayoutError, match=r"comm_hook(.|\n)*fp16_compress_hook"):
+        model.all_reduce()
+    return gradient_values(model)
 
 
-def test_a_hook_on_one_rank_alone_is_a_layout_error_on_all() -> None:
-    seen = _on_one_rank()
-    for rank, ((kind, text), values) in enumerate(seen):
-        assert kind == "LayoutError"
-        assert "comm_hook" in text
-        assert "fp16_compress_hook" in text
-        assert values == {"weight": 1.0 + rank}
-
-
-@on_ranks(1)
-def _refused(rank: int) -> list[Any]:
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be_a_hook_is_refused_with_the_reason() -> None:
     model = wrap()
-    said = [error_of(model.register_comm_hook, None, "allreduce")]
+    with pytest.raises(TypeError, match=r"got 'allreduce', expected hook\(state, bucket\)"):
+        model.register_comm_hook(None, "allreduce")
     model.register_comm_hook(None, mean)
-    said.append(error_of(model.register_comm_hook, None, mean))
+    with pytest.raises(ValueError, match="registered already"):
+        model.register_comm_hook(None, mean)
     for argument in ({"reduce_dtype": torch.bfloat16}, {"reproducible": True}):
         other = wrap(**argument)
-        said.append(error_of(other.register_comm_hook, None, mean))
-        other.zero_grad()
+        with pytest.raises(ValueError, match=next(iter(argument))):
+            other.register_comm_hook(None, mean)
         add_gradients(other, 1.0)
         other.all_reduce(sample_size=1)  # what was refused left no trace
-    return said
-
-
-def test_what_cannot_be_a_hook_is_refused_with_the_reason() -> None:
-    (said,) = _refused()
-    assert [kind for kind, _ in said] == ["TypeError", "ValueError", "ValueError", "ValueError"]
-    for (_, text), words in zip(
-        said,
-        ["got 'allreduce', expected hook(state, bucket)", "registered already", "reduce_dtype", "reproducible"],
-        strict=True,
-    ):
-        assert words in text

@@ -50,8 +50,21 @@ def test_the_hooks_mean_is_scaled_to_those_that_took_part() -> None:
     assert found == {name: [expected] * 2 for name, (_, expected) in MEANS.items()}
 
 
-@on_ranks(2)
-def _shown(rank: int) -> tuple[list[Any], list[Any]]:
+_SHOWN = [
+    ("state", 0, False, torch.float32, [((3, 2), (1, 3)), ((1, 2, 2, 2), (8, 1, 4, 2))]),
+    ("state", 1, False, torch.float64, [((2,), (1,))]),
+    ("state", 2, True, torch.float32, [((2, 2), (2, 1))]),
+]
+_GRADS_AFTERWARDS = [
+    ((1, 3), [[1.0, 1.0]] * 3),
+    ((1,), [1.0, 1.0]),
+    ((1,), [1 + 4j, 1 + 4j]),
+    ((1, 4, 2), [[[[1.0, 1.0]] * 2] * 2]),
+]
+
+
+@on_ranks(2, [(_SHOWN, _GRADS_AFTERWARDS)] * 2)
+def test_a_hook_sees_every_bucket_with_shapes_strides_and_parameters(rank: int) -> tuple[list[Any], list[Any]]:
     """What a hook sees of parameters of three dtypes and odd strides."""
     parameters = [
         torch.ones(2, 3).t(),
@@ -81,21 +94,6 @@ def _shown(rank: int) -> tuple[list[Any], list[Any]]:
     return seen, [(grad.stride()[-3:], grad.tolist()) for grad in get_gradients(model) if grad is not None]
 
 
-def test_a_hook_sees_every_bucket_with_shapes_strides_and_parameters() -> None:
-    for seen, grads in _shown():
-        assert seen == [
-            ("state", 0, False, torch.float32, [((3, 2), (1, 3)), ((1, 2, 2, 2), (8, 1, 4, 2))]),
-            ("state", 1, False, torch.float64, [((2,), (1,))]),
-            ("state", 2, True, torch.float32, [((2, 2), (2, 1))]),
-        ]
-        assert grads == [
-            ((1, 3), [[1.0, 1.0]] * 3),
-            ((1,), [1.0, 1.0]),
-            ((1,), [1 + 4j, 1 + 4j]),
-            ((1, 4, 2), [[[[1.0, 1.0]] * 2] * 2]),
-        ]
-
-
 @pytest.mark.unsimulated("it has no sparse tensors")
 @on_ranks(2, [[True, True, [[2.0], [2.0], [0.0]], [1.5, 1.5]]] * 2)
 def test_sparse_gradients_do_not_go_through_the_hook(rank: int) -> list[Any]:
@@ -110,13 +108,7 @@ def test_sparse_gradients_do_not_go_through_the_hook(rank: int) -> list[Any]:
     set_gradients(model, [sparse, torch.full((2,), 1.0 + rank)])
     model.all_reduce()
     first, second = get_gradients(model)
-    assert first is not None
-    assert second is not None
     return [shown == [[0.0] * 3 + [1.0 + rank] * 2], first.is_sparse, first.to_dense().tolist(), second.tolist()]
-
-
-def _tripling(state: Any, bucket: Any) -> Any:
-    return at_once(bucket.buffer() * 3)
 
 
 def _on_a_sub_group(rank: int) -> float | None:
@@ -153,7 +145,7 @@ def test_a_hook_may_be_registered_between_steps(rank: int) -> list[Any]:
 @on_ranks(2, [[3.0, 1.0, 1.0]] * 2)
 def test_a_copy_has_no_hook(rank: int) -> list[Any]:
     model = wrap()
-    model.register_comm_hook(None, lambda _, bucket: _tripling(None, bucket))  # no pickle could carry it
+    model.register_comm_hook(None, lambda _, bucket: at_once(bucket.buffer() * 3))  # no pickle could carry it
     found = []
     for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         each.zero_grad()

@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.cases import bits_of
-from tests.helpers.comm_hooks import hold_group
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import add_gradients, gradient_values, wrap
@@ -32,10 +31,15 @@ Hook = Callable[[Any, Any], Any]
 Registered = Callable[[], tuple[Any, Hook]]  # made on the rank, where the groups are
 
 
-def _power_state(**options: Any) -> powerSGD_hook.PowerSGDState:
-    hold_group()
+_held: list[dist.ProcessGroup | None] = []
+
+
+def _power_state() -> powerSGD_hook.PowerSGDState:
+    """Keep the default group until this process ends: the callbacks of PowerSGD hold it, too, and are dropped on one of
+    its threads, which would have to wait for itself if nothing else held the group, and abort."""
+    _held.append(dist.group.WORLD)
     return powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5, **options
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
     )
 
 

@@ -59,23 +59,14 @@ def _steps(job: Job, step: Step, *, micro_batches: int = 1) -> Iterator[None]:
         step()
 
 
-def _forgets(job: Job, step: Step, **options: Any) -> None:
-    for _ in _steps(job, step, **options):
-        pass
-
-
-def _forgets_later(job: Job, step: Step) -> None:
-    for number, _ in enumerate(_steps(job, step)):
-        if number < 4:
+def _trains(job: Job, step: Step, *, calls: int, micro_batches: int = 1) -> None:
+    """Calls in the first steps, and forgets them later."""
+    for number, _ in enumerate(_steps(job, step, micro_batches=micro_batches)):
+        if number < calls:
             job.call()
 
 
 # Healthy twins
-
-
-def _calls(job: Job, step: Step, **options: Any) -> None:
-    for _ in _steps(job, step, **options):
-        job.call()
 
 
 def _calls_the_function(job: Job, step: Step) -> None:
@@ -125,20 +116,21 @@ def _evaluates(job: Job, step: Step) -> None:
         job.forward(torch.randn(6, 4))
 
 
-_Loop = Callable[[Job, Step], None]
+_Loop = Callable[..., None]
+_FORGETS = partial(_trains, calls=0)
 LOUD: dict[str, tuple[_Loop, dict[str, Any]]] = {
-    "forgets": (_forgets, {}),
-    "forgets later": (_forgets_later, {}),
-    "accumulates and forgets": (partial(_forgets, micro_batches=3), {}),
-    "without views": (_forgets, {"gradient_as_bucket_view": False}),
-    "detail": (_forgets, {"checks": "detail"}),
-    "reproducible": (partial(_forgets, micro_batches=2), {"reproducible": True}),
+    "forgets": (_FORGETS, {}),
+    "forgets later": (partial(_trains, calls=4), {}),
+    "accumulates and forgets": (partial(_FORGETS, micro_batches=3), {}),
+    "without views": (_FORGETS, {"gradient_as_bucket_view": False}),
+    "detail": (_FORGETS, {"checks": "detail"}),
+    "reproducible": (partial(_FORGETS, micro_batches=2), {"reproducible": True}),
 }
 SILENT: dict[str, tuple[_Loop, dict[str, Any]]] = {
-    "off": (_forgets, {"checks": "off"}),
-    "allowed": (_forgets, {"checks": Checks(unsynchronized_step="allow")}),
-    "calls": (_calls, {}),
-    "accumulates and calls": (partial(_calls, micro_batches=3), {}),
+    "off": (_FORGETS, {"checks": "off"}),
+    "allowed": (_FORGETS, {"checks": Checks(unsynchronized_step="allow")}),
+    "calls": (partial(_trains, calls=STEPS), {}),
+    "accumulates and calls": (partial(_trains, calls=STEPS, micro_batches=3), {}),
     "function": (_calls_the_function, {}),
     "local": (_local, {}),
     "accumulates": (_accumulates, {}),

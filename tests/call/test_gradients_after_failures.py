@@ -6,6 +6,7 @@ gradient: tests/ranks/test_precedence.py. Ranks that die are in tests/watchdog/t
 
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -71,33 +72,26 @@ def _play_case(rank: int, case: Case, error_class: type[BaseException]) -> Seen:
     if case.skips:
         call = partial(call, skip=rank == 0)
     before = bits(model)
-    error = _raised(call, _fail_at(case.exchange, error_class) if rank == 1 else _watch_nothing)
+    error = _raised(call, case.exchange if rank == 1 else None, error_class)
     gradients = _compare(before, bits(model))
-    later = {_raised(model.all_reduce, _watch_nothing) for _ in range(2)}
+    later = {_raised(model.all_reduce) for _ in range(2)}
     return Seen(
         error, gradients, " and ".join(sorted(later)) if _compare(before, bits(model)) == gradients else "changed"
     )
 
 
-def _watch_nothing(_: str) -> None:
-    pass
+def _raised(
+    call: Callable[[], Any], fails: int | None = None, error_class: type[BaseException] = BrokenLinkError
+) -> str:
+    """The error of a call in which the exchange with this number fails, or none."""
+    numbers = count()
 
-
-def _fail_at(exchange: int, error_class: type[BaseException]) -> Callable[[str], None]:
-    """A watcher that fails in one exchange."""
-    kinds: list[str] = []
-
-    def watch(kind: str) -> None:
-        kinds.append(kind)
-        if len(kinds) == exchange + 1:
+    def watch(_: str) -> None:
+        if next(numbers) == fails:
             raise error_class("broken on purpose")
 
-    return watch
-
-
-def _raised(call: Callable[[], Any], watcher: Callable[[str], None]) -> str:
     try:
-        with watch_exchanges(watcher):
+        with watch_exchanges(watch):
             call()
     except BaseException as error:  # noqa: BLE001 - also an interrupt
         return type(error).__name__

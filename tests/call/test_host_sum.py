@@ -1,4 +1,4 @@
-"""Sums in memory shared by the ranks of a host: bit for bit the sum in rank order, whatever slots a rank fills."""
+"""Sums in memory shared by the ranks of a host: bit for bit the sum in rank order, in the documented dtype."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,34 +9,62 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
-from tests.helpers import tiers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import run_cases
 from tests.helpers.sums import every_dtype, wrong_sums
 from tests.helpers.tiers import thorough
 
 
-def _sum_in_rank_order(grads: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
-    """16-bit gradients are added in fp32 and rounded once; complex ones are pairs of real numbers."""
+def _sum_in_rank_order(
+    grads: Sequence[torch.Tensor], divisor: int, reduce_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """In fp32 or wider, as docs/transport.md says, and rounded once; complex gradients are pairs of real numbers."""
     dtype = grads[0].dtype
     if dtype.is_complex:
         return torch.view_as_complex(_sum_in_rank_order([torch.view_as_real(grad) for grad in grads], divisor))
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    wide = torch.float64 if torch.float64 in (dtype, reduce_dtype) else torch.float32
     total = grads[0].to(wide)
     for grad in grads[1:]:
         total = total + grad.to(wide)
     return (total / divisor).to(dtype)
 
 
-def _sums(rank: int, world_size: int) -> tuple[set[str], list[str]]:
-    model = LegacyDistributedDataParallel(every_dtype(), transport="host", checks="off")
-    return wrong_sums(model, rank, world_size, partial(_sum_in_rank_order, divisor=world_size), steps=2)
+def _sums(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> tuple[set[str], list[str]]:
+    model = LegacyDistributedDataParallel(every_dtype(), reduce_dtype=reduce_dtype, checks="off")
+    expected = partial(_sum_in_rank_order, divisor=world_size, reduce_dtype=reduce_dtype)
+    return wrong_sums(model, rank, world_size, expected, steps=2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, thorough(4), *map(thorough, tiers.choose([5, 6, 7, 8], [5]))])
+@pytest.mark.parametrize(
+    "world_size, reduce_dtypes",
+    [(2, [None]), (3, [torch.float16, torch.bfloat16, torch.float32, torch.float64]), thorough(5, [None])],
+)
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_every_dtype_and_size_is_summed_in_rank_order_to_the_last_bit(transport: str, world_size: int) -> None:
-    assert run_ranks(_sums, world_size, world_size) == [({"host"}, [])] * world_size
+def test_every_dtype_and_size_is_summed_in_rank_order_in_the_documented_dtype(
+    transport: str, world_size: int, reduce_dtypes: list[torch.dtype | None]
+) -> None:
+    found = run_cases(_sums, world_size, {str(each): (world_size, each) for each in reduce_dtypes})
+    assert found == {str(each): [({"host"}, [])] * world_size for each in reduce_dtypes}
+
+
+def _copies(rank: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> list[bool]:
+    """Whether a copy for sending is there after each call."""
+    net = nn.ParameterList([nn.Parameter(torch.zeros(8, dtype=dtype))])
+    model = LegacyDistributedDataParallel(net, reduce_dtype=reduce_dtype, checks="off")
+    found = []
+    for _ in range(3):
+        net[0].grad = torch.full((8,), 1.0 + rank, dtype=dtype)
+        model.all_reduce()
+        assert net[0].grad.tolist() == [1.5] * 8
+        found.append(model._synchronizer.planner._known.buffers[0].wire is not None)
+    return found
+
+
+def test_no_copy_for_sending_is_kept_where_memory_is_shared(transport: str) -> None:
+    """The first call makes its copy before the transport is chosen."""
+    cases = {"fp16": (torch.float16, None), "wider": (torch.float32, torch.float64)}
+    kept = [True, False, False] if transport == "host" else [True] * 3
+    assert run_cases(_copies, 2, cases) == dict.fromkeys(cases, [kept] * 2)
 
 
 def _without_a_wrapper(rank: int) -> tuple[list[str], list[float]]:

@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,13 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError, SyncTimeoutError
+from legacy_ddp import (
+    Checks,
+    LegacyDDPError,
+    LegacyDistributedDataParallel,
+    ReplicaDivergenceError,
+    SyncTimeoutError,
+)
 from legacy_ddp.debug import check_replicas
 from tests.helpers.besides_ddp import distributed_optimizers
 from tests.helpers.cases import bits_of, set_gradients, wrap_module
@@ -27,11 +34,11 @@ Model = LegacyDistributedDataParallel
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int) -> None:
     torch.manual_seed(rank)
     for _ in range(count):
-        optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()
         if isinstance(model, Model):
             model.all_reduce()
         optimizer.step()
+        optimizer.zero_grad()
 
 
 def _net() -> nn.Module:
@@ -40,31 +47,34 @@ def _net() -> nn.Module:
     return net
 
 
-def _uneven(rank: int, counts: tuple[int, ...], divide: bool) -> dict[str, Any]:
-    """The weights and the buffer after uneven training, with torch DDP and with ours."""
-    found = {}
+def _uneven(rank: int, epochs: Sequence[tuple[int, int]], divide: bool) -> list[Any]:
+    """The weights and the buffer after epochs with these numbers of steps, with torch DDP and with ours."""
+    found = []
     for wrapper in (DistributedDataParallel, Model):
         model = wrapper(_net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        with model.join(divide_by_initial_world_size=divide):
-            _steps(model, optimizer, rank, counts[rank])
-            model.module.seen.fill_(1.0 + rank)
-        found[wrapper.__name__] = [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
+        for counts in epochs:
+            with model.join(divide_by_initial_world_size=divide):
+                _steps(model, optimizer, rank, counts[rank])
+                model.module.seen.fill_(1.0 + rank)
+        found.append([bits_of(tensor.detach()) for tensor in model.state_dict().values()])
     return found
 
 
 @pytest.mark.unsimulated("torch DDP logs a warning there")
 def test_uneven_ranks_end_with_torch_ddps_weights() -> None:
-    cases = [(counts, divide) for counts in ((2, 5), (4, 1), (3, 3)) for divide in (True, False)]
-    for ranks in run_cases(_uneven, 2, {str(case): case for case in cases}).values():
-        for found in ranks:
-            assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
-        assert ranks[0] == ranks[1]
+    """Also in a second epoch, which begins without gradients."""
+    epochs = [[(2, 5)], [(4, 1)], [(3, 3)], [(2, 3), (3, 2)]]
+    cases = {f"{each}, {divide}": (each, divide) for each in epochs for divide in (True, False)}
+    for name, (first, second) in run_cases(_uneven, 2, cases).items():
+        theirs, ours = first
+        assert ours == theirs, name
+        assert first == second, name
 
 
-def _one_more(rank: int, sample_size: int | None, options: dict[str, bool]) -> list[Any]:
+def _one_more(rank: int, sample_size: int | None, options: dict[str, bool], reproducible: bool = False) -> list[Any]:
     """Rank 0 has two steps, the others one: the gradients of the second."""
-    model = wrap()
+    model = wrap(reproducible=reproducible)
     with model.join(**options):
         for _ in range(2 if rank == 0 else 1):
             model.zero_grad()
@@ -74,46 +84,22 @@ def _one_more(rank: int, sample_size: int | None, options: dict[str, bool]) -> l
     return [left, list(gradient_values(model).values())]
 
 
-# sample_size, options of join(), divisor and mean.
-MEANS: dict[str, tuple[int | None, dict[str, bool], int, float]] = {
-    "who left counts as zeros": (None, {}, 3, 2.0),
-    "who left does not count": (None, {"divide_by_initial_world_size": False}, 1, 6.0),
-    "items are counted, not ranks": (2, {}, 2, 3.0),
+# The arguments of a case, then divisor and mean.
+MEANS: dict[str, tuple[tuple[Any, ...], int, float]] = {
+    "who left counts as zeros": ((None, {}), 3, 2.0),
+    "who left does not count": ((None, {"divide_by_initial_world_size": False}), 1, 6.0),
+    "items are counted, not ranks": ((2, {}), 2, 3.0),
+    "items, and sums are reproducible": ((2, {}, True), 2, 3.0),
 }
 
 
 def test_a_mean_counts_the_ranks_that_it_is_told_to() -> None:
-    seen = run_cases(_one_more, 3, {name: case[:2] for name, case in MEANS.items()})
-    for name, (_, _, divisor, value) in MEANS.items():
+    seen = run_cases(_one_more, 3, {name: case for name, (case, _, _) in MEANS.items()})
+    for name, (_, divisor, value) in MEANS.items():
         first, *others = seen[name]
         assert first == [((1, 2), divisor, [value]), [None]]
         for other in others:
             assert other[1] == [None], "what a rank stood in for is no gradient of its next epoch"
-
-
-@on_ranks(2)
-def _two_epochs(rank: int) -> dict[str, Any]:
-    """As many loops have it: zero_grad() behind step()."""
-    found = {}
-    for wrapper in (DistributedDataParallel, Model):
-        model = wrapper(_net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for epoch in range(2):
-            torch.manual_seed(10 * epoch + rank)
-            with model.join():
-                for _ in range(2 + (rank + epoch) % 2):
-                    model(torch.randn(8, 4)).square().mean().backward()
-                    if wrapper is Model:
-                        model.all_reduce()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        found[wrapper.__name__] = [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
-    return found
-
-
-def test_an_epoch_after_an_uneven_one_begins_without_gradients() -> None:
-    for found in _two_epochs():
-        assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
 
 
 @on_ranks(2, [[None, 1, 1.5]] * 2)
@@ -178,45 +164,33 @@ def test_it_composes_with_zero_when_it_comes_first() -> None:
     assert ranks[0] == ranks[1]
 
 
-def _second(rank: int) -> Any:
+def _second(rank: int) -> None:
     model = wrap()
     optimizer = distributed_optimizers().ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
-    said = error_of(Join, [optimizer, model])
-    add_gradients(model, 1.0)
-    model.all_reduce()  # what was refused left nothing behind
-    return said
+    with pytest.raises(ValueError, match="expected it first"):
+        Join([optimizer, model])
+    step(model, 1.0)  # what was refused left nothing behind
 
 
 def test_a_wrapper_behind_another_is_refused_before_anybody_waits() -> None:
-    for kind, text in run_ranks(_second, 2):
-        assert kind == "ValueError"
-        assert "expected it first" in text
+    run_ranks(_second, 2)
 
 
-def _other_collectives(rank: int) -> list[Any]:
+@on_ranks(2, [True] * 2)
+def test_a_collective_without_the_ranks_that_left_is_an_error_inside_the_block_only(rank: int) -> bool:
     model = wrap()
+    move = partial(setattr, model, "process_group", None)
     with model.join():
-        said = [
-            error_of(model.broadcast_parameters),
-            error_of(model.broadcast_buffers),
-            error_of(check_replicas, model),
-            error_of(setattr, model, "process_group", None),
-        ]
+        for act in (model.broadcast_parameters, model.broadcast_buffers, partial(check_replicas, model), move):
+            with pytest.raises(LegacyDDPError, match=r"inside join\(\)"):
+                act()
     model.broadcast_parameters()
-    model.process_group = None
-    assert check_replicas(model).identical
-    return said
+    move()
+    return check_replicas(model).identical
 
 
-def test_a_collective_without_the_ranks_that_left_is_an_error_inside_the_block_only() -> None:
-    for said in run_ranks(_other_collectives, 2):
-        for kind, text in said:
-            assert kind == "LegacyDDPError"
-            assert "inside join()" in text
-
-
-@on_ranks(2)
-def _early(rank: int) -> Any:
+@on_ranks(2, [("RuntimeError", True, 1.0)] * 2)
+def test_running_out_early_can_be_an_error_on_all_ranks(rank: int) -> Any:
     model = wrap()
 
     def work() -> None:
@@ -225,28 +199,15 @@ def _early(rank: int) -> Any:
                 add_gradients(model, 1.0)
                 model.all_reduce()
 
-    said = error_of(work)
-    model.zero_grad()
-    add_gradients(model, 1.0)
-    model.all_reduce()
-    return said
-
-
-def test_running_out_early_can_be_an_error_on_all_ranks() -> None:
-    for kind, text in _early():
-        assert kind == "RuntimeError"
-        assert "exhausted" in text
-
-
-def _raise_in(context: AbstractContextManager[None]) -> None:
-    with context:
-        raise KeyError("data")
+    kind, text = error_of(work)
+    return kind, "exhausted" in text, step(model, 1.0)
 
 
 @on_ranks(2, [[1.5]] * 2)
 def test_after_an_exception_inside_the_block_is_over(rank: int) -> list[float | None]:
     model = wrap()
-    assert error_of(_raise_in, model.join()) == ("KeyError", "'data'")
+    with pytest.raises(KeyError, match="data"), model.join():
+        raise KeyError("data")
     model.broadcast_parameters()
     add_gradients(model, 1.0 + rank)
     model.all_reduce()
@@ -333,18 +294,6 @@ def test_weights_that_differ_among_ranks_that_still_step_are_a_divergence() -> N
     ranks, text = seen[0]
     assert ranks == (3,)
     assert "rank 3 against ranks 1-2" in text
-
-
-@on_ranks(2, [[[3.0]], [[3.0], [3.0]]])
-def test_ranks_that_left_count_as_zeros_where_sums_are_reproducible(rank: int) -> list[Any]:
-    model, found = wrap(reproducible=True), []
-    with model.join():
-        for _ in range(1 + rank):
-            model.zero_grad()
-            add_gradients(model, 6.0)
-            model.all_reduce(sample_size=2)
-            found.append(list(gradient_values(model).values()))
-    return found
 
 
 def _in_a_sub_group(rank: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,7 +17,8 @@ from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 from tests.helpers.torch_versions import needs_simulation
 
-pytestmark = needs_simulation
+# The groups are those of the device, whatever the transport.
+pytestmark = [needs_simulation, pytest.mark.parametrize("transport", ["host"], indirect=True)]
 NAN, INF = float("nan"), float("inf")
 DTYPES = {"a": torch.float32, "b": torch.float32, "bf": torch.bfloat16, "wide": torch.float64, "z": torch.complex64}
 
@@ -31,7 +33,6 @@ class _Loop:
         settings.setdefault("checks", Checks(uneven="raise"))
         parameters = {name: nn.Parameter(torch.ones(2, dtype=dtype)) for name, dtype in DTYPES.items()}
         module = nn.ParameterDict({**parameters, "empty": nn.Parameter(torch.ones(0))}).to("sim")
-        logged_warnings.listen()
         self.model = LegacyDistributedDataParallel(module, process_group=group, **settings)
         self.rank = rank
         self.calls = 0
@@ -175,7 +176,7 @@ EVERY = {  # by loop: by the attempt that tells, the headline and a line of the 
 }
 
 
-def test_a_nan_on_a_device_is_told_later_by_all_ranks_in_the_same_call_without_a_wait() -> None:
+def test_a_nan_on_a_device_is_told_later_by_all_ranks_in_the_same_call_without_a_wait(transport: str) -> None:
     results = run_ranks(_runs, 2, fresh=True)
 
     for rank, found in enumerate(results):
@@ -220,7 +221,7 @@ print("end of rank", dist.get_rank() if dist.is_initialized() else "")
 """
 
 
-def test_a_nan_in_the_last_call_is_told_by_its_rank_as_the_process_ends() -> None:
+def test_a_nan_in_the_last_call_is_told_by_its_rank_as_the_process_ends(transport: str) -> None:
     run = fork_ranks(2, "-c", _ENDS)
 
     assert run.returncode == 0, run.stderr

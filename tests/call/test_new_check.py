@@ -13,7 +13,7 @@ from legacy_ddp._ranks.header import Header
 from legacy_ddp._text import name_ranks
 from tests.helpers import logged_warnings
 from tests.helpers.outcomes import attempt, backward
-from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import run_cases
 
 _KNOWN, _NEGATIVE = 2**30, 2**31  # bits of the flags that no other check uses
 
@@ -47,7 +47,6 @@ class _RaisingLossSign(_LossSign):
 
 def _outcome(rank: int, kind: type[Check], losses: Sequence[float]) -> tuple[str, list[str], list[float]]:
     """The error and the warnings of a call with the check, and the gradient afterwards."""
-    logged_warnings.listen()
     before = check_list.CHECKS
     check_list.CHECKS = (*before, kind)
     try:
@@ -59,21 +58,17 @@ def _outcome(rank: int, kind: type[Check], losses: Sequence[float]) -> tuple[str
     return str(error or ""), logged_warnings.take(), model.module.weight.grad.flatten().tolist()
 
 
-def test_losses_of_the_same_sign_are_no_finding() -> None:
-    for losses in ([1.0, 2.0], [-1.0, -2.0]):
-        assert run_ranks(_outcome, 2, _LossSign, losses) == [("", [], [0.5, 0.5])] * 2
+def test_every_rank_has_the_warning_of_a_new_check_or_its_error_before_a_gradient_moves() -> None:
+    cases = {
+        "both are positive": (_LossSign, [1.0, 2.0]),
+        "both are negative": (_LossSign, [-1.0, -2.0]),
+        "warning": (_LossSign, [1.0, -2.0]),
+        "error": (_RaisingLossSign, [1.0, -2.0]),
+    }
+    found = run_cases(_outcome, 2, cases)
+    text, errors = "all_reduce() call 1: the loss is negative on rank 1", found.pop("error")
 
-
-def test_every_rank_finds_the_same_warning_and_the_call_goes_on() -> None:
-    text = "all_reduce() call 1: the loss is negative on rank 1"
-
-    assert run_ranks(_outcome, 2, _LossSign, [1.0, -2.0]) == [("", [text], [0.5, 0.5])] * 2
-
-
-def test_every_rank_raises_the_same_error_before_a_gradient_moves() -> None:
-    found = run_ranks(_outcome, 2, _RaisingLossSign, [1.0, -2.0])
-
-    assert [grad for _, _, grad in found] == [[0.0, 0.0], [1.0, 1.0]]
-    for error, warned, _ in found:
-        assert error.startswith("all_reduce() call 1: the loss is negative on rank 1")
-        assert warned == []
+    assert found.pop("warning") == [("", [text], [0.5, 0.5])] * 2
+    assert found == {f"both are {sign}": [("", [], [0.5, 0.5])] * 2 for sign in ("positive", "negative")}
+    assert [error.startswith(text) for error, _, _ in errors] == [True] * 2
+    assert [(warned, grad) for _, warned, grad in errors] == [([], [0.0, 0.0]), ([], [1.0, 1.0])]

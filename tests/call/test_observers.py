@@ -17,14 +17,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import ProfilerActivity, profile
 
-from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, SyncRecord
 from tests.helpers.cases import wrap_module
 from tests.helpers.comm_hooks import mean
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recorded import Recorded
 from tests.helpers.shared_jobs import on_ranks
-from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
+from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
 from tests.helpers.transports import HOST
 
 
@@ -56,22 +56,16 @@ def test_a_model_without_trainable_parameters_can_be_printed() -> None:
     assert "no trainable parameters" in repr(LegacyDistributedDataParallel(nn.ReLU()))
 
 
-@on_ranks(1)
-def _printed_with_hook(rank: int) -> str:
+@pytest.mark.usefixtures("alone")
+def test_print_shows_a_hook_and_still_the_buckets() -> None:
     model = wrap()
     model.register_comm_hook(None, allreduce_hook)
-    return model.extra_repr()
-
-
-@pytest.mark.cpu("the text names the device")
-def test_print_shows_a_hook_and_still_the_buckets() -> None:
-    (text,) = _printed_with_hook()
-    assert "bucket 0: cpu float32" in text
-    assert "comm_hook=torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook" in text
+    assert "bucket 0: cpu float32" in model.extra_repr()
+    assert "comm_hook=torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook" in model.extra_repr()
 
 
 @on_ranks(2)
-def _listened(rank: int) -> tuple[list[Any], Any]:
+def _listened(rank: int) -> list[Any]:
     model, seen = wrap(), []
     first = model.on_sync(lambda record: seen.append(("first", record.call, record.rank)))
     model.on_sync(lambda record: seen.append(("second", record.sample_size, list(gradient_values(model).values()))))
@@ -81,44 +75,35 @@ def _listened(rank: int) -> tuple[list[Any], Any]:
     first.remove()
     add_gradients(model, 1.0)
     model.all_reduce(sample_size=2)
-    return seen, error_of(model.on_sync, "print")
+    with pytest.raises(TypeError, match=r"callback is not callable: got 'print', expected callback\(record\)"):
+        model.on_sync("print")
+    return seen
 
 
 def test_callbacks_see_every_call_with_the_gradients_it_left() -> None:
-    for rank, (seen, refused) in enumerate(_listened()):
-        # 1 and 2 give 1.5; then 1 in the block and 1 behind it, on both, for 2 items each.
-        assert seen == [("first", 1, rank), ("second", None, [1.5]), ("second", 4, [1.0])]
-        assert refused == ("TypeError", "callback is not callable: got 'print', expected callback(record)")
+    # 1 and 2 give 1.5; then 1 in the block and 1 behind it, on both, for 2 items each.
+    later = [("second", None, [1.5]), ("second", 4, [1.0])]
+    assert _listened() == [[("first", 1, rank), *later] for rank in range(2)]
 
 
-@on_ranks(2, [(("KeyError", "1"), [1.5], 1.5)] * 2)
+@on_ranks(2, [[1.5, 1.5, 2.5]] * 2)
 def test_an_error_in_a_callback_leaves_a_call_that_is_over(rank: int) -> Any:
     model = wrap()
 
     def object_to(record: SyncRecord) -> None:
         raise KeyError(record.call)
 
-    handle = model.on_sync(object_to)
-    said = error_of(step, model, 1.0 + rank)
-    reduced = list(gradient_values(model).values())
-    handle.remove()
-    return said, reduced, step(model, 1.0 + rank)
-
-
-@on_ranks(2)
-def _calling(rank: int) -> Any:
-    model = wrap()
-    handle = model.on_sync(lambda _: model.all_reduce())
-    said = error_of(step, model, 1.0)
-    handle.remove()
-    return said, step(model, 1.0 + rank)
-
-
-def test_a_callback_that_calls_again_is_refused_before_it_recurses() -> None:
-    for (kind, text), after in _calling():
-        assert kind == "LegacyDDPError"
-        assert "inside an on_sync() callback" in text
-        assert after == 1.5
+    found = []
+    for callback, error, text in (
+        (object_to, KeyError, "1"),
+        (lambda _: model.all_reduce(), LegacyDDPError, r"inside an on_sync\(\) callback"),
+    ):
+        handle = model.on_sync(callback)
+        with pytest.raises(error, match=text):
+            step(model, 1.0 + rank)
+        handle.remove()
+        found += gradient_values(model).values()
+    return [*found, step(model, 2.0 + rank)]
 
 
 def _logged(rank: int) -> list[tuple[str, int, str]]:
@@ -171,7 +156,7 @@ def test_the_profiler_shows_phases_and_buckets_by_name(transport: str, hooked: b
         assert set(names) == {f"legacy_ddp::all_reduce()::{name}" for name in ranges}
 
 
-# --- docs/logging.md --------------------------------------------------------------------------------------------------
+# docs/logging.md
 
 PAGE = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

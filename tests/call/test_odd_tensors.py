@@ -23,25 +23,23 @@ _ROTATION = 16  # calls in which every byte is compared once
 _ADVICE = "; list it in ignore="
 
 
-def _quantized(values: list[float], scale: float = 0.5, zero_point: int = 0) -> torch.Tensor:
+def _quantize(function: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch will remove these tensors
-        return torch.quantize_per_tensor(torch.tensor(values), scale, zero_point, torch.qint8)
+        return function(*arguments)
+
+
+def _quantized(values: list[float], scale: float = 0.5, zero_point: int = 0) -> torch.Tensor:
+    return _quantize(torch.quantize_per_tensor, torch.tensor(values), scale, zero_point, torch.qint8)
 
 
 def _by_channel(first: float, scales: list[float]) -> torch.Tensor:
-    values = torch.tensor([[first, 2.0], [3.0, 4.0]])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        zeros = torch.zeros(2, dtype=torch.long)
-        return torch.quantize_per_channel(values, torch.tensor(scales), zeros, 0, torch.qint8)
+    values, zeros = torch.tensor([[first, 2.0], [3.0, 4.0]]), torch.zeros(2, dtype=torch.long)
+    return _quantize(torch.quantize_per_channel, values, torch.tensor(scales), zeros, 0, torch.qint8)
 
 
 def _packed() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scales, zeros = torch.ones(2), torch.zeros(2)
-        return torch.quantize_per_channel(torch.ones(2, 4), scales, zeros, 0, torch.quint4x2)
+    return _quantize(torch.quantize_per_channel, torch.ones(2, 4), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
 
 
 class _Adapted(nn.Module):
@@ -69,44 +67,26 @@ def test_quantized_tensors_of_several_scales_are_those_of_rank_0(rank: int) -> A
     return tuple(tensor.dequantize().tolist() for tensor in (module.base, module.table, module.channels))
 
 
-@on_ranks(2)
-def _other_scale(rank: int) -> tuple[str, list[float]]:
+@on_ranks(2, [(True, [1.0, 2.0])] * 2)
+def test_another_scale_on_one_rank_is_named_and_nothing_is_written(rank: int) -> tuple[bool, list[float]]:
     module = _Adapted(1.0, 1.0 + rank)
     with pytest.raises(LayoutError) as caught:
         LegacyDistributedDataParallel(module)
     LegacyDistributedDataParallel(nn.Linear(1, 1))  # the group is still usable
-    return str(caught.value), module.base.dequantize().tolist()
+    told = "parameter 'base': rank 1 has qint8 (2,) on cpu#0, frozen, scale 1.0, zero point 1; rank 0 has "
+    return told in str(caught.value), module.base.dequantize().tolist()
 
 
-def test_another_scale_on_one_rank_is_named_and_nothing_is_written() -> None:
-    (text, first), (other, second) = _other_scale()
-
-    assert text == other
-    assert "parameter 'base': rank 1 has qint8 (2,) on cpu#0, frozen, scale 1.0, zero point 1; rank 0 has " in text
-    assert (first, second) == ([1.0, 2.0], [1.0, 2.0])
-
-
-def _replace_base(module: Any) -> None:
-    module.base = nn.Parameter(_quantized([1.0, 2.5], 0.5, 1), requires_grad=False)
-
-
-def _scale_base(module: Any) -> None:
-    # Not told by the layout, which knows parameters alone.
-    module.table = _quantized([8.0, 20.0], 1.0)  # the integers of before
-
-
-def _replace_channels(module: Any) -> None:
-    module.channels = _by_channel(1.5, [0.5, 1.0])
-
-
-_CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "an element": (_replace_base, "parameter 'base'"),
-    "the scale": (_scale_base, "buffer 'table'"),
-    "an element of a channel": (_replace_channels, "buffer 'channels'"),
+# The attribute, its new value, and the name in the text.
+_CHANGES: dict[str, tuple[str, Callable[[], torch.Tensor], str]] = {
+    "an element": ("base", lambda: nn.Parameter(_quantized([1.0, 2.5], 0.5, 1), False), "parameter 'base'"),
+    # With the integers of before. Of a parameter the layout would tell.
+    "the scale": ("table", lambda: _quantized([8.0, 20.0], 1.0), "buffer 'table'"),
+    "an element of a channel": ("channels", lambda: _by_channel(1.5, [0.5, 1.0]), "buffer 'channels'"),
 }
 
 
-def _change(rank: int, change: Callable[[Any], None] | None, checks: Any, ranks: tuple[int, ...]) -> list[str]:
+def _change(rank: int, change: str, checks: Any, ranks: tuple[int, ...]) -> list[str]:
     """What calls said, and a comparison after them."""
     model = LegacyDistributedDataParallel(_Adapted(1.0), checks=checks)
     optimizer = torch.optim.SGD(model.module.adapter.parameters(), lr=0.125)
@@ -121,20 +101,17 @@ def _change(rank: int, change: Callable[[Any], None] | None, checks: Any, ranks:
         if text := "\n".join(logged_warnings.take()):
             said += [f"call {step + 1}", text]
         optimizer.step()
-        if step == 1 and change is not None and rank in ranks:
-            change(model.module)
+        if step == 1 and rank in ranks:
+            name, make, _ = _CHANGES[change]
+            setattr(model.module, name, make())
     return [*said, "" if (report := check_replicas(model, what=["parameters", "buffers"])).identical else str(report)]
 
 
 def test_a_quantized_tensor_that_one_rank_alone_changes_is_told() -> None:
-    cases = {
-        f"{name}, {level}": (change, level, (1,))
-        for name, (change, _) in _CHANGES.items()
-        for level in ("info", "detail")
-    }
+    cases = {f"{name}, {level}": (name, level, (1,)) for name in _CHANGES for level in ("info", "detail")}
     found = run_cases(_change, 2, cases)
 
-    for name, (_, tensor) in _CHANGES.items():
+    for name, (_, _, tensor) in _CHANGES.items():
         for level in ("info", "detail"):
             first, second = found[f"{name}, {level}"]
             assert first == second
@@ -145,10 +122,10 @@ def test_a_quantized_tensor_that_one_rank_alone_changes_is_told() -> None:
 
 
 def test_quantized_tensors_that_no_rank_or_every_rank_changes_are_silent() -> None:
-    cases: dict[str, Any] = {"off": (_replace_base, "off", (0, 1))}
+    cases: dict[str, Any] = {"off": ("an element", "off", (0, 1))}
     for level in ("info", "detail"):
-        cases[f"nothing, {level}"] = (None, level, ())
-        cases |= {f"{name}, {level}": (change, level, (0, 1)) for name, (change, _) in _CHANGES.items()}
+        cases[f"nothing, {level}"] = ("", level, ())
+        cases |= {f"{name}, {level}": (name, level, (0, 1)) for name in _CHANGES}
 
     assert run_cases(_change, 2, cases) == {name: [[""]] * 2 for name in cases}
 
@@ -174,29 +151,15 @@ def _inference_net() -> nn.Module:
         return nn.Linear(2, 1)
 
 
-def _with(*, buffer: torch.Tensor | None = None, parameter: nn.Parameter | None = None) -> nn.Module:
+def _with(odd: torch.Tensor) -> nn.Module:
+    """A layer with a further parameter or buffer."""
     module = nn.Linear(2, 1)
-    if buffer is not None:
-        module.register_buffer("odd", buffer)
-    if parameter is not None:
-        module.register_parameter("odd", parameter)
+    (module.register_parameter if isinstance(odd, nn.Parameter) else module.register_buffer)("odd", odd)
     return module
 
 
-def _half_complex() -> nn.Module:
-    return _with(parameter=nn.Parameter(torch.zeros(2, dtype=torch.complex32)))
-
-
-def _packed_buffer() -> nn.Module:
-    return _with(buffer=_packed())
-
-
-def _buffer_around_tensors() -> nn.Module:
-    return _with(buffer=TwoTensor(torch.ones(2), torch.ones(2)))
-
-
 def _parameter_around_tensors() -> nn.Module:
-    return _with(parameter=nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)), requires_grad=False))
+    return _with(nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)), requires_grad=False))
 
 
 _REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -206,16 +169,16 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "module outside of inference_mode(), or wrap copy.deepcopy(module)",
     ),
     "complex32": (
-        _half_complex,
+        lambda: _with(nn.Parameter(torch.zeros(2, dtype=torch.complex32))),
         "parameter 'odd' has gradients of dtype torch.complex32, expected one of bfloat16, complex128, complex64, "
         "float16, float32, float64; freeze it or list it in ignore=",
     ),
     "packed": (
-        _packed_buffer,
+        lambda: _with(_packed()),
         f"buffer 'odd' is of dtype torch.quint4x2, with several elements in a byte, expected a dense tensor{_ADVICE}",
     ),
     "a buffer around tensors": (
-        _buffer_around_tensors,
+        lambda: _with(TwoTensor(torch.ones(2), torch.ones(2))),
         f"buffer 'odd' is a TwoTensor without memory of its own, expected a plain tensor{_ADVICE}",
     ),
     "a parameter around tensors": (
@@ -225,17 +188,18 @@ _REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def _refuse(_: int, make: Callable[[], nn.Module]) -> Any:
+def _refuse(_: int, name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of complex32
-        module = make()
+        module = _REFUSED[name][0]()
     said = error_of(LegacyDistributedDataParallel, module)
-    LegacyDistributedDataParallel(nn.Linear(1, 1))  # the group is still usable
+    if "ignore=" in said[1]:  # the group is still usable
+        LegacyDistributedDataParallel(module, ignore=["odd"])
     return said
 
 
 def test_a_tensor_that_cannot_be_exchanged_is_refused_by_name() -> None:
-    found = run_cases(_refuse, 2, {name: (make,) for name, (make, _) in _REFUSED.items()})
+    found = run_cases(_refuse, 2, {name: (name,) for name in _REFUSED})
 
     assert found == {name: [("ValueError", text)] * 2 for name, (_, text) in _REFUSED.items()}
 
@@ -248,16 +212,15 @@ def test_a_deep_copy_of_a_module_made_in_inference_mode_is_trained(rank: int) ->
     return model.module.weight.grad is not None
 
 
-@pytest.mark.parametrize("checks", ["info", "detail"])
-def test_a_tensor_around_others_is_left_out_of_checks_and_listed(checks: str) -> None:
-    (said, *notes), (silent, *others) = run_cases(_train_around, 2, {checks: (checks,)})[checks]
-
-    assert (
-        said == "all_reduce() call 1: tensors whose bits cannot be read are not compared between ranks (told once):\n"
+def test_a_tensor_around_others_is_left_out_of_checks_and_listed() -> None:
+    note = "not compared, because their bits cannot be read: parameter 'odd'"
+    said = (
+        "all_reduce() call 1: tensors whose bits cannot be read are not compared between ranks (told once):\n"
         "parameter 'odd'; list them in ignore="
     )
-    assert silent == ""  # of rank 1
-    assert notes == others == ["not compared, because their bits cannot be read: parameter 'odd'"]
+
+    found = run_cases(_train_around, 2, {"info": ("info",), "detail": ("detail",)})
+    assert found == {checks: [[said, note], ["", note]] for checks in found}  # rank 1 says nothing
 
 
 def _train_around(rank: int, checks: Any) -> list[str]:

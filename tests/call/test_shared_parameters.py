@@ -57,13 +57,10 @@ def _divide_twice(rank: int, form: str) -> list[tuple[str, str | None, bool]]:
         if step:
             encoder.weight.grad.mul_(3.0)  # what is edited was divided all the same
         before = [parameter.grad.clone() for parameter in decoder.parameters()]
-        try:
+        with pytest.raises(GradientError) as caught:
             second(sample_size=2)
-            text, name = "", None
-        except GradientError as error:
-            text, name = str(error), error.parameter
         untouched = all(torch.equal(p.grad, grad) for p, grad in zip(decoder.parameters(), before, strict=True))
-        seen.append((text, name, untouched))
+        seen.append((str(caught.value), caught.value.parameter, untouched))
     return seen
 
 
@@ -76,8 +73,8 @@ def test_a_tied_weight_is_not_divided_by_sample_size_in_two_calls() -> None:
             assert untouched
 
 
-@on_ranks(2)
-def _in_one_call(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+@on_ranks(2, [None] * 2)
+def test_a_tied_weight_in_one_call_has_the_gradient_of_the_joined_batch(rank: int) -> None:
     encoder, decoder = _tied()
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -86,15 +83,10 @@ def _in_one_call(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     all_reduce_gradients([*encoder.parameters(), decoder.bias], sample_size=2)
     reduced = [parameter.grad.clone() for parameter in decoder.parameters()]
     decoder.zero_grad()
-    for other in range(2):
+    for other in range(2):  # the items of both ranks in one process
         _backward(encoder, decoder, other)
-    return reduced, [parameter.grad / 4 for parameter in decoder.parameters()]  # both ranks' items in one process
-
-
-def test_a_tied_weight_in_one_call_has_the_gradient_of_the_joined_batch() -> None:
-    for reduced, expected in _in_one_call():
-        for grad, alone in zip(reduced, expected, strict=True):
-            torch.testing.assert_close(grad, alone)
+    for grad, parameter in zip(reduced, decoder.parameters(), strict=True):
+        torch.testing.assert_close(grad, parameter.grad / 4)
 
 
 @pytest.mark.usefixtures("alone")
@@ -120,18 +112,6 @@ def test_calls_that_share_a_weight_succeed_where_nothing_is_divided_twice(form: 
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_gradient_divided_before_a_layer_was_frozen_is_not_divided_again() -> None:
-    net = nn.Linear(2, 2)
-    model = LegacyDistributedDataParallel(net)
-    model(torch.ones(1, 2)).sum().backward()
-    model.all_reduce(sample_size=2)
-    net.bias.requires_grad_(False)
-
-    with pytest.raises(GradientError, match="'weight' was reduced by an earlier call"):
-        model.all_reduce(sample_size=2)
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("as_views", [True, False])
 def test_gradients_assigned_by_hand_are_no_second_division_after_a_layer_was_frozen(*, as_views: bool) -> None:
     for _ in range(20):  # the address of a gradient that is gone may be that of the next one
@@ -150,14 +130,15 @@ def test_gradients_assigned_by_hand_are_no_second_division_after_a_layer_was_fro
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_gradient_written_by_hand_into_a_divided_gradient_gets_an_error_with_the_next_step() -> None:
+def test_a_gradient_divided_before_a_layer_was_frozen_is_not_divided_again_and_the_error_has_the_next_step() -> None:
     net = nn.Linear(2, 2)
     model = LegacyDistributedDataParallel(net)
     model(torch.ones(1, 2)).sum().backward()
     model.all_reduce(sample_size=2)
     net.bias.requires_grad_(False)
+    with pytest.raises(GradientError, match="'weight' was reduced by an earlier call"):
+        model.all_reduce(sample_size=2)
     net.weight.grad.copy_(torch.ones(2, 2))
-
     with pytest.raises(GradientError, match="a gradient that you write yourself: assign a new tensor"):
         model.all_reduce(sample_size=2)
     net.weight.grad = torch.ones(2, 2)

@@ -5,14 +5,16 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import GradientError, LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp import GradientError, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.small_models import Said, error_of
 from tests.helpers.tiers import thorough
 
 STEPS = 35
@@ -58,8 +60,9 @@ def _run_together(tasks: Sequence[Callable[[], object]]) -> None:
         other.result()
 
 
-class _BrokenError(Exception):
-    pass
+def _catch(task: Callable[[], object]) -> None:
+    with suppress(InterruptedError):
+        task()
 
 
 def _break_one(form: str, model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
@@ -69,17 +72,10 @@ def _break_one(form: str, model: nn.Module, batches: Sequence[torch.Tensor]) -> 
 
     def break_off(_: torch.Tensor) -> None:
         if next(turns, False):
-            raise _BrokenError
-
-    def caught(task: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            with suppress(_BrokenError):
-                task()
-
-        return run
+            raise InterruptedError
 
     handle = layer.weight.register_hook(break_off)
-    _run_together([caught(task) for task in _tasks(form, model, batches)])
+    _run_together([partial(_catch, task) for task in _tasks(form, model, batches)])
     handle.remove()
     with pytest.raises(GradientError, match=r"an exception ended a backward\(\) half-way"):
         all_reduce_gradients(model) if form == "function" else model.all_reduce()
@@ -106,9 +102,11 @@ def _stress(_: int, form: str, threads: int) -> None:
         net.zero_grad(set_to_none=step % 4 != 3)
 
 
-@pytest.mark.cpu("the threads race for memory of the host")
+@pytest.mark.parametrize("transport", ["host"], indirect=True)  # a single rank: there is nothing to exchange
 @pytest.mark.parametrize("form", [thorough("each"), "shared", thorough("function")])
-def test_backward_passes_of_two_and_four_threads_lose_nothing_and_keep_the_heap_whole(form: str) -> None:
+def test_backward_passes_of_two_and_four_threads_lose_nothing_and_keep_the_heap_whole(
+    transport: str, form: str
+) -> None:
     """In "each" every thread runs forward and backward. In "shared" the main thread runs all forward passes, and each
     thread one of the backward passes. "function" is "each" on a module without a wrapper.
 
@@ -143,37 +141,27 @@ def test_no_sync_blocks_of_two_threads_that_overlap_do_not_leave_synchronisation
 
 def _reproducible_blocks(rank: int) -> tuple[str, str, list[float]]:
     model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False), reproducible=True)
-    raised = []
+    raised: list[Said] = []
 
     def micro_batch() -> None:
-        with suppress(LegacyDDPError):
-            try:
-                with model.no_sync():
-                    model(torch.ones(1, 1)).sum().backward()
-            except LegacyDDPError as error:
-                raised.append(str(error))
-                raise
+        with model.no_sync():
+            model(torch.ones(1, 1)).sum().backward()
 
     with model.no_sync():
         if rank == 1:
-            _in_thread(micro_batch)
+            _in_thread(lambda: raised.append(error_of(micro_batch)))
         model(torch.ones(1, 1)).sum().backward()
-    text = ""
-    try:
-        model.all_reduce(sample_size=1)
-    except LegacyDDPError as error:
-        text = f"{type(error).__name__} {error}"
+    kind, text = error_of(model.all_reduce, sample_size=1)
     model.zero_grad()
-    with model.no_sync():
-        model(torch.ones(1, 1)).sum().backward()
+    micro_batch()
     model.all_reduce(sample_size=2)
-    return "".join(raised), text, model.module.weight.grad.flatten().tolist()
+    return str(raised), f"{kind} {text}", model.module.weight.grad.flatten().tolist()
 
 
 def test_a_block_of_a_second_thread_inside_one_of_a_reproducible_step_is_an_error_on_all_ranks() -> None:
     (raised_0, text_0, next_0), (raised_1, text_1, next_1) = run_ranks(_reproducible_blocks, 2)
 
-    assert raised_0 == ""
+    assert raised_0 == "[]"
     assert "a block of another thread was open" in raised_1
     assert text_0 == text_1
     assert text_0.startswith("PeerError")

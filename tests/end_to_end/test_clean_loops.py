@@ -18,10 +18,8 @@ STEPS = {"info": count(math.ceil(10_000 / len(LOOPS)), 24), "detail": count(math
 # state that a rank may hold alone.
 REPEATED = {
     "sharpness aware",
-    "edit: signs and zeros",
     "edit: in bf16",
     "edit: absolute loss",
-    "edit: without views",
     "edit: assigned",
     "edit: by hooks after",
     "two optimizers and one scaler",

@@ -69,9 +69,8 @@ def _edited_before(
     backward: Callable[[nn.Module, int], object] = run_backward,
     make: Callable[[], nn.Module] = make_net,
     learning_rate: float = 1e-3,
-    has_views: bool = True,
 ) -> None:
-    model = LegacyDistributedDataParallel(make(), checks=checks, gradient_as_bucket_view=has_views)
+    model = LegacyDistributedDataParallel(make(), checks=checks)
 
     def edited(each: nn.Module, rank: int) -> None:
         backward(each, rank)
@@ -99,11 +98,6 @@ def _scale_sparse(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = parameter.grad * 0.5
 
 
-def _add_noise(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad.add_(torch.randn_like(parameter), alpha=0.01)
-
-
 def _clip_loosely(parameters: list[nn.Parameter]) -> None:
     clip_grad_norm_(parameters, 1e6)
     clip_grad_value_(parameters, 1e6)
@@ -114,26 +108,11 @@ def _clip(parameters: list[nn.Parameter]) -> None:
     clip_grad_value_(parameters, 1e-4)
 
 
-def _replace_nan(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        torch.nan_to_num(parameter.grad, nan=0.0, posinf=1e5, neginf=-1e5, out=parameter.grad)
-
-
-def _take_signs(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad.sign_()
-
-
 def _take_clear_signs(parameters: Iterable[nn.Parameter]) -> None:
     """As for a vote of the ranks, with zeros where a rank abstains: the norm is nearly the same in every call."""
     for parameter in parameters:
         parameter.grad[parameter.grad.abs() < 1e-9] = 0
         parameter.grad.sign_()
-
-
-def _decay(parameters: Iterable[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad.add_(parameter.detach(), alpha=1e-2)
 
 
 # Other losses, data and models
@@ -194,19 +173,6 @@ def _with_penalty(model: nn.Module, rank: int) -> None:
     loss = model(data).square().mean()
     (slope,) = torch.autograd.grad(loss, data, create_graph=True)
     (loss + slope.square().sum()).backward()
-
-
-def _accumulating(rank: int, checks: Checks, steps: int) -> None:
-    """The mean over micro-batches is taken from their sum, before the call."""
-    model = LegacyDistributedDataParallel(make_net(), checks=checks)
-
-    def backward(each: nn.Module, rank: int) -> None:
-        for _ in range(3):
-            run_backward(each, rank)
-        for parameter in each.parameters():
-            parameter.grad.div_(3)
-
-    train(model, torch.optim.AdamW(model.parameters()), rank, steps, backward=backward)
 
 
 # Gradients that hooks, scripts and other calls change
@@ -338,19 +304,13 @@ def _two_optimizers_and_one_scaler(rank: int, checks: Checks, steps: int) -> Non
 
 LOOPS: dict[str, Loop] = {
     "edit: scaled": partial(_edited_before, edit=_scale),
-    "edit: noise": partial(_edited_before, edit=_add_noise),
     "edit: clips that do not bind": partial(_edited_before, edit=_clip_loosely),
     "edit: clips after the call": partial(_edited_after, edit=_clip),
-    "edit: NaN replaced": partial(_edited_before, edit=_replace_nan),
-    "edit: signs": partial(_edited_before, edit=_take_signs, learning_rate=1e-5),
     "edit: signs and zeros": partial(_edited_before, edit=_take_clear_signs, learning_rate=1e-5),
-    "edit: weight decay": partial(_edited_before, edit=_decay),
     "edit: after dropped gradients": partial(_edited_before, edit=_scale, backward=_dropping),
     "edit: with a gradient penalty": partial(_edited_before, edit=_scale, backward=_with_penalty),
     "edit: in bf16": partial(_edited_before, edit=_scale, backward=_loss_in_bf16, make=_in_bf16),
     "edit: absolute loss": partial(_edited_before, edit=_scale, backward=_absolute, make=_WideAndDeep),
-    "edit: mean over micro-batches": _accumulating,
-    "edit: without views": partial(_edited_before, edit=_scale, has_views=False),
     "edit: assigned": partial(_edited_before, edit=_clip, backward=_assigning),
     "edit: by hooks before": partial(_clipped_by_hooks, is_after=False),
     "edit: by hooks after": partial(_clipped_by_hooks, is_after=True),

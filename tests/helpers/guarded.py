@@ -1,6 +1,5 @@
 """A small wrapped net, and short ways to see that a step was refused or made."""
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from legacy_ddp import LegacyDistributedDataParallel, UnsynchronizedStepError
+from tests.helpers.cases import bits_of
 
 Model = LegacyDistributedDataParallel
 
@@ -22,33 +23,20 @@ def backward(model: nn.Module, factor: float = 1.0) -> None:
     (model(torch.ones(2, 3)).sum() * factor).backward()
 
 
-def _copies(model: nn.Module, optimizer: Optimizer) -> list[object]:
-    """All that a step may change."""
-    values = [parameter.detach().clone() for parameter in model.parameters()]
-    grads = [None if p.grad is None else p.grad.detach().to_dense().clone() for p in model.parameters()]
-    return [values, grads, copy.deepcopy(optimizer.state_dict())]
-
-
-def _assert_same(actual: object, expected: object) -> None:
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(actual, torch.Tensor)
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict | list):
-        assert type(actual) is type(expected)
-        assert len(actual) == len(expected)  # type: ignore[arg-type]
-        for key in expected if isinstance(expected, dict) else range(len(expected)):
-            _assert_same(actual[key], expected[key])  # type: ignore[index]
-    else:
-        assert actual == expected
+def _state(model: nn.Module, optimizer: Optimizer) -> object:
+    """All that a step may change, each tensor as its bits."""
+    parameters = list(model.parameters())
+    tree = [parameters, [parameter.grad for parameter in parameters], optimizer.state_dict()]
+    return tree_map(lambda leaf: bits_of(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 @contextmanager
 def refused(model: nn.Module, optimizer: Optimizer) -> Iterator[pytest.ExceptionInfo[UnsynchronizedStepError]]:
     """What happens in the block is refused and changes nothing."""
-    before = _copies(model, optimizer)
+    before = _state(model, optimizer)
     with pytest.raises(UnsynchronizedStepError) as caught:
         yield caught
-    _assert_same(_copies(model, optimizer), before)
+    assert _state(model, optimizer) == before
 
 
 def assert_steps(model: nn.Module, optimizer: Optimizer) -> None:

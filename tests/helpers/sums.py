@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from tests.helpers import cases
 from tests.helpers.cases import Grads, get_gradients, module_of
 from tests.helpers.small_sizes import DEFAULT_CHUNK_NUMEL, sum_chunks_of
 
@@ -116,14 +117,13 @@ def mixed_model(**options: Any) -> LegacyDistributedDataParallel:
 
 # Gradients that are known on all ranks, and the sums that differ from sums by hand
 
-SUMMED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 SUMMED_SIZES = (1, 63, 64, 65, 4096, 3 * DEFAULT_CHUNK_NUMEL + 7)
 
 
 def every_dtype() -> nn.ParameterList:
     """A parameter of each dtype and size."""
     return nn.ParameterList(
-        [nn.Parameter(torch.zeros(numel, dtype=dtype)) for dtype, numel in product(SUMMED_DTYPES, SUMMED_SIZES)]
+        [nn.Parameter(torch.zeros(numel, dtype=dtype)) for dtype, numel in product(cases.DTYPES, SUMMED_SIZES)]
     )
 
 

@@ -3,7 +3,6 @@
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +17,6 @@ from tests.helpers.small_sizes import SMALLEST_MOVED_BYTES, before_each_flat_ten
 from tests.helpers.torch_versions import HAS_GRAD_DTYPE
 
 LARGE = (SMALLEST_MOVED_BYTES // 4 // 64, 64)
-INNER: dict[str, Callable[[nn.Module], Any]] = {
-    "as it is": lambda module: module,
-    "compiled": lambda module: torch.compile(module, backend="aot_eager"),
-}
 
 
 class _Net(nn.Module):
@@ -46,45 +41,39 @@ def _wrap(**options: Any) -> LegacyDistributedDataParallel:
     return wrapped
 
 
+def _values(net: Any) -> tuple[Any, Any, Any]:
+    """What fills the gradients of the large, the small and the unused parameter."""
+    return tuple(None if p.grad is None else p.grad.unique().tolist() for p in (net.large, net.small, net.unused))
+
+
 def _memory(tensor: torch.Tensor | None) -> int:
-    assert tensor is not None
     return tensor.untyped_storage().data_ptr()
 
 
 def _moved(parameter: torch.Tensor) -> bool:
     """Whether its gradient lies in memory that torch cannot resize: a slot is in the middle of some."""
-    assert parameter.grad is not None
     return not parameter.grad.untyped_storage().resizable()
 
 
 def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the second gradient begins where the first ends, as slots do."""
-    assert one.grad is not None
-    assert other.grad is not None
     return one.grad.data_ptr() + one.grad.nbytes == other.grad.data_ptr()
 
 
 @pytest.mark.cpu("a device copies all gradients in the call")
-@on_ranks(2, [[(True, True, True, ([11.5], [11.5], None))] * len(INNER)] * 2)
+@on_ranks(2, [(True, True, True, ([11.5], [11.5], None))] * 2)
 def test_large_gradients_are_in_the_flat_tensor_before_the_call_and_small_ones_after_it(
     rank: int,
-) -> list[tuple[bool, bool, bool, Any]]:
-    results = []
-    for inner in INNER.values():
-        wrapped = _wrap()
-        net: Any = wrapped.module
-        model = inner(wrapped)
-        model(1.0 + rank).backward()
-        flat = _memory(net.large.grad)
-        model(10.0).backward()
-        stays = _memory(net.large.grad) == flat
-        apart = not _adjacent(net.large, net.small)
-        local = net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), net.unused.grad
-        assert local == ([11.0 + rank], [11.0 + rank], None)
-        wrapped.all_reduce()
-        reduced = net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), net.unused.grad
-        results.append((stays, apart, _memory(net.large.grad) == flat and _adjacent(net.large, net.small), reduced))
-    return results
+) -> tuple[bool, bool, bool, Any]:
+    wrapped = _wrap()
+    net: Any = wrapped.module
+    wrapped(1.0 + rank).backward()
+    flat = _memory(net.large.grad)
+    wrapped(10.0).backward()
+    stays, apart = _memory(net.large.grad) == flat, not _adjacent(net.large, net.small)
+    assert _values(net) == ([11.0 + rank], [11.0 + rank], None)
+    wrapped.all_reduce()
+    return stays, apart, _memory(net.large.grad) == flat and _adjacent(net.large, net.small), _values(net)
 
 
 @pytest.mark.cpu("a device copies all gradients in the call")
@@ -102,7 +91,7 @@ def test_the_first_step_too_holds_its_gradients_once(rank: int) -> list[bool]:
     return moved
 
 
-# --- whose tensor must not be touched: each returns what has to be as it was, and what it was -------------------------
+# What is done with a gradient: whether all is as it has to be
 
 Facts = tuple[bool, ...]
 
@@ -247,20 +236,6 @@ def test_layers_that_are_added_later_move_with_the_others(rank: int) -> list[Any
     return values
 
 
-@on_ranks(1, [[(0, 3), LARGE]])
-def test_a_slot_without_elements_is_harmless(rank: int) -> list[tuple[int, ...]]:
-    net = nn.ParameterList([nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(LARGE))])
-    wrapped = LegacyDistributedDataParallel(net, checks="off")
-    for _ in range(3):
-        wrapped.zero_grad()
-        torch.stack([parameter.sum() for parameter in net]).sum().backward()
-        wrapped.all_reduce()
-    return [tuple(parameter.grad.shape) for parameter in net if parameter.grad is not None]
-
-
-# --- found by looking for trouble -------------------------------------------------------------------------------------
-
-
 def _two_threads(rank: int) -> tuple[int, int]:
     """Of 40 first backward passes in two threads: how many end in a wrong mean, and how many flat tensors are made."""
     sys.setswitchinterval(1e-6)
@@ -283,7 +258,8 @@ def test_backward_in_two_threads_makes_one_flat_tensor() -> None:
     assert run_ranks(_two_threads, 2) == [(0, 40)] * 2
 
 
-def _fail_to_make_room(rank: int) -> list[Any]:
+@on_ranks(2, [[([2.0], [2.0], None), [1.0]]] * 2)
+def test_a_call_that_found_no_room_leaves_the_next_one_right(rank: int) -> list[Any]:
     wrapped = _wrap()
     net: Any = wrapped.module
     wrapped(1.0).backward()
@@ -295,31 +271,23 @@ def _fail_to_make_room(rank: int) -> list[Any]:
     with before_each_flat_tensor(_fail), pytest.raises(MemoryError, match="no room"):
         wrapped.all_reduce()
     wrapped.all_reduce()
-    return [net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), kept.unique().tolist()]
+    return [_values(net), kept.unique().tolist()]
 
 
 def _fail() -> None:
     raise MemoryError("no room")
 
 
-def test_a_call_that_found_no_room_leaves_the_next_one_right() -> None:
-    assert run_ranks(_fail_to_make_room, 2) == [[[2.0], [2.0], [1.0]]] * 2
-
-
-def _fail_in_backward(rank: int) -> list[Any]:
+@on_ranks(2, [([2.0], [2.0], None)] * 2)
+def test_no_room_in_backward_is_left_to_the_call(rank: int) -> tuple[Any, ...]:
     wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
-    net: Any = wrapped.module
     with before_each_flat_tensor(_fail):
         wrapped(1.0 + 2 * rank).backward()
     wrapped.all_reduce()
-    return list(net.large.grad.unique().tolist())
+    return _values(wrapped.module)
 
 
-def test_no_room_in_backward_is_left_to_the_call() -> None:
-    assert run_ranks(_fail_in_backward, 2) == [[2.0]] * 2
-
-
-@on_ranks(2, [[([2.0], [2.0])] * 3] * 2)
+@on_ranks(2, [[([2.0], [2.0], None)] * 3] * 2)
 def test_gradients_that_were_moved_to_shared_memory_are_averaged_as_before(rank: int) -> list[Any]:
     wrapped = _wrap()
     net: Any = wrapped.module
@@ -331,7 +299,7 @@ def test_gradients_that_were_moved_to_shared_memory_are_averaged_as_before(rank:
         wrapped.zero_grad(set_to_none=step % 2 == 0)
         wrapped(1.0 + 2 * rank).backward()
         wrapped.all_reduce()
-        values.append((net.large.grad.unique().tolist(), net.small.grad.unique().tolist()))
+        values.append(_values(net))
     return values
 
 
@@ -349,7 +317,8 @@ def test_a_second_wrapper_does_not_count_batches_that_were_dropped(rank: int) ->
     return [rows, net.large.grad.unique().tolist()]
 
 
-def _pretend_first(rank: int) -> list[Any]:
+@on_ranks(2, [[2.0]] * 2)
+def test_a_backward_that_only_pretends_leaves_nothing_behind(rank: int) -> list[Any]:
     wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
     net: Any = wrapped.module
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -360,12 +329,7 @@ def _pretend_first(rank: int) -> list[Any]:
     return list(net.large.grad.unique().tolist())
 
 
-def test_a_backward_that_only_pretends_leaves_nothing_behind() -> None:
-    assert run_ranks(_pretend_first, 2) == [[2.0]] * 2
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_module_may_move_to_a_device_between_wrapping_and_backward() -> None:
     assert run_ranks(_move_to_device, 2) == [[2.0]] * 2
 

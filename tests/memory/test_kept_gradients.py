@@ -17,18 +17,10 @@ def _replace_data(net: nn.Module) -> None:
         parameter.grad.data = torch.full_like(parameter, 7.0)
 
 
-def _half_and_back(net: nn.Module) -> None:
-    net.half().float()
-
-
-def _apply_clone(net: nn.Module) -> None:
-    net._apply(torch.clone)
-
-
-REPLACE: dict[str, Callable[[nn.Module], None]] = {
+REPLACE: dict[str, Callable[[nn.Module], object]] = {
     ".grad.data = ...": _replace_data,
-    "half() and float()": _half_and_back,
-    "_apply(clone)": _apply_clone,
+    "half() and float()": lambda net: net.half().float(),
+    "_apply(clone)": lambda net: net._apply(torch.clone),
 }
 KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
     "detach()": torch.Tensor.detach,
@@ -91,15 +83,3 @@ def test_the_second_flat_tensor_goes_when_no_gradient_is_kept_any_more() -> None
 
     (buffer,) = model._plan().buffers
     assert buffer.spare is None
-
-
-def test_gradients_that_stay_kept_are_never_written_to() -> None:
-    net = nn.Linear(200, 100)
-    model = LegacyDistributedDataParallel(net)
-    kept = []
-    for step in range(5):
-        _step(model, 1.0 + step)
-        kept.append((net.weight.grad, net.weight.grad.clone()))
-
-    assert all(torch.equal(grad, copy) for grad, copy in kept)
-    assert len({grad.data_ptr() for grad, _ in kept}) == 5

@@ -106,50 +106,8 @@ def test_scripted_and_compiled_modules(change: Callable[[nn.Module], nn.Module])
 # Changes between calls, and moments that change nothing
 
 
-def _moves_a_name(net: nn.Sequential) -> None:
-    """The names of all modules end to end stay the same, and the names of the parameters do not."""
-    net[1].register_parameter("scale", net[0]._parameters.pop("scale"))
-
-
-def _fills_the_other_place(net: nn.Sequential) -> None:
-    net[2].first, net[2].second = None, net[2].first
-
-
-def _replaces(net: nn.Sequential) -> None:
-    net[0].scale = _parameter()
-
-
-def _removes(net: nn.Sequential) -> None:
-    del net[0].scale
-
-
-def _adds(net: nn.Sequential) -> None:
-    net.append(nn.Linear(1, 1, bias=False))
-
-
-def _empties(net: nn.Sequential) -> None:
-    net[0].scale = None
-
-
-def _renames(net: nn.Sequential) -> None:
-    net._modules = {f"layer{name}": child for name, child in net._modules.items()}
-
-
-def _hides(net: nn.Sequential) -> None:
-    net[2].__class__ = _HiddenModule
-
-
 class _HiddenModule(nn.Module):
     named_modules = _Hidden.named_modules
-
-
-def _turns(net: nn.Sequential) -> None:
-    """Another shape, with the same elements in a row."""
-    net[2].first.weight.data = net[2].first.weight.data.view(1, 2)
-
-
-def _changes_class(net: nn.Sequential) -> None:
-    net[2].first.weight.__class__ = type("Own", (nn.Parameter,), {})
 
 
 def _assert_names_all(model: LegacyDistributedDataParallel) -> None:
@@ -162,14 +120,24 @@ def _assert_names_all(model: LegacyDistributedDataParallel) -> None:
         parameter.grad = kept
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(_moves_a_name, _fills_the_other_place, _replaces, _removes, _adds, _empties, _renames, _hides),
-        *(_turns, _changes_class),
-    ],
-)
-def test_the_next_call_notices_every_change_of_the_tree(change: Callable[[nn.Sequential], None]) -> None:
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    # The names of all modules end to end stay the same, and the names of the parameters do not.
+    "moves a name": lambda net: net[1].register_parameter("scale", net[0]._parameters.pop("scale")),
+    "fills the other place": lambda net: net[2]._modules.update(first=None, second=net[2].first),
+    "replaces": lambda net: setattr(net[0], "scale", _parameter()),
+    "removes": lambda net: delattr(net[0], "scale"),
+    "adds": lambda net: net.append(nn.Linear(1, 1, bias=False)),
+    "empties": lambda net: setattr(net[0], "scale", None),
+    "renames": lambda net: setattr(net, "_modules", {f"layer{name}": child for name, child in net._modules.items()}),
+    "hides": lambda net: setattr(net[2], "__class__", _HiddenModule),
+    # Another shape, with the same elements in a row.
+    "turns": lambda net: setattr(net[2].first.weight, "data", net[2].first.weight.data.view(1, 2)),
+    "changes class": lambda net: setattr(net[2].first.weight, "__class__", type("Own", (nn.Parameter,), {})),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_call_notices_every_change_of_the_tree(change: str) -> None:
     net = nn.Sequential(nn.Module(), nn.Module(), nn.Module())
     net[0].register_parameter("scale", _parameter())
     net[2].add_module("first", nn.Linear(1, 2))
@@ -178,7 +146,7 @@ def test_the_next_call_notices_every_change_of_the_tree(change: Callable[[nn.Seq
     before = [*net.parameters()]
     _assert_reduces_all(model, [])
 
-    change(net)
+    CHANGES[change](net)
 
     for _ in range(2):
         _assert_reduces_all(model, before)

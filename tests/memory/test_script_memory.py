@@ -1,7 +1,8 @@
 """Gradients in memory of the script: the results are written there, and nowhere else."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
-from tests.helpers.shared_jobs import on_ranks, run_cases
+from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 
 Model = LegacyDistributedDataParallel
 Call = Callable[..., Any]
@@ -32,11 +34,11 @@ class _Net(nn.Module):
         return loss.real if loss.is_complex() else loss
 
 
-class Memory:
+class Memory(NamedTuple):
     """The memory of a script: ``clear`` it, and ``read`` its elements, those of each parameter in turn."""
 
-    def __init__(self, clear: Callable[[], object], read: Callable[[], torch.Tensor]) -> None:
-        self.clear, self.read = clear, read
+    clear: Callable[[], object]
+    read: Callable[[], torch.Tensor]
 
 
 def _parts(flat: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
@@ -98,30 +100,21 @@ MEMORIES: dict[str, Callable[[Sequence[nn.Parameter]], Memory]] = {
 ON_CPU = {"numpy": _numpy, "arrays": _arrays}
 
 
-def _method(net: nn.Module, **options: Any) -> Call:
-    return Model(net, **options).all_reduce
-
-
 def _hooked(net: nn.Module) -> Call:
     model = Model(net)
     model.register_comm_hook(None, allreduce_hook)
     return model.all_reduce
 
 
-def _function(net: nn.Module) -> Call:
-    return lambda **arguments: all_reduce_gradients(net, **arguments)
-
-
 CALLS: dict[str, Callable[[nn.Module], Call]] = {
-    "wrapper": _method,
-    "without views": lambda net: _method(net, gradient_as_bucket_view=False),
-    "off": lambda net: _method(net, checks="off"),
-    "detail": lambda net: _method(net, checks="detail"),
-    "reproducible": lambda net: _method(net, reproducible=True),
+    "wrapper": lambda net: Model(net).all_reduce,
+    "without views": lambda net: Model(net, gradient_as_bucket_view=False).all_reduce,
+    "off": lambda net: Model(net, checks="off").all_reduce,
+    "detail": lambda net: Model(net, checks="detail").all_reduce,
+    "reproducible": lambda net: Model(net, reproducible=True).all_reduce,
     "hook": _hooked,
-    "function": _function,
+    "function": lambda net: partial(all_reduce_gradients, net),
 }
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "complex": torch.complex64}
 # Before the first call of the function nothing tells parts that the script holds from gradients that backward has made.
 UNKNOWN = {("function", "parts alone")}
 
@@ -167,19 +160,19 @@ def _train_in_all(rank: int) -> list[str]:
                     wrong += _train(rank, call, memory, dtype=torch.float32, numel=4, size=size)
         # A gradient of this size would move during backward.
         wrong += _train(rank, call, "flat", dtype=torch.float32, numel=2**15, size=None)
-    for dtype in DTYPES.values():
+    for dtype in (torch.float16, torch.bfloat16, torch.complex64):
         wrong += _train(rank, "wrapper", "flat", dtype=dtype, numel=4, size=2)
     return wrong
 
 
 @pytest.mark.usefixtures("transport")
 def test_results_are_written_to_the_memory_of_the_script_in_every_step() -> None:
-    assert run_cases(_train_in_all, 2, {"": ()}) == {"": [[], []]}
+    assert run_ranks(_train_in_all, 2) == [[], []]
 
 
-def _scene(rank: int, *, as_view: bool = True) -> tuple[_Net, Model, torch.Tensor]:
+def _scene() -> tuple[_Net, Model, torch.Tensor]:
     net = _Net()
-    model = Model(net, gradient_as_bucket_view=as_view, checks="off")
+    model = Model(net, checks="off")
     flat = _zeros(list(net.parameters()))
     _parts(flat, list(net.parameters()))
     return net, model, flat
@@ -187,7 +180,7 @@ def _scene(rank: int, *, as_view: bool = True) -> tuple[_Net, Model, torch.Tenso
 
 @on_ranks(2, [[_expected(4, 1.0, 0.0), [1.0] * 4, [3.0] * 3, _expected(4, 2.0, 0.0)]] * 2)
 def test_a_rank_that_takes_no_part_gets_the_result_in_its_memory(rank: int) -> list[Any]:
-    net, model, flat = _scene(rank)
+    net, model, flat = _scene()
     net(1.0).backward()
     model.all_reduce(skip=rank == 0)
     first = [flat.tolist(), net.a.grad.flatten().tolist(), net.b.grad.tolist()]
@@ -199,7 +192,7 @@ def test_a_rank_that_takes_no_part_gets_the_result_in_its_memory(rank: int) -> l
 
 @on_ranks(2, [[True, _expected(4, 1.0, 0.0)], [False, [0.0] * 4 + [3.0] * 3 + [0.0] * 2]])
 def test_a_rank_without_the_gradient_gets_a_view_and_the_other_its_memory(rank: int) -> list[Any]:
-    net, model, flat = _scene(rank)
+    net, model, flat = _scene()
     if rank == 1:
         net.a.grad = None
         (net.b.sum() * 3).backward()
@@ -244,7 +237,7 @@ def test_memory_that_overlaps_is_written_to_for_one_gradient_and_never_for_weigh
 
 @on_ranks(2, [[[True, False], [_expected(4, 2.0, 0.0)] * 2]] * 2)
 def test_memory_that_the_script_has_dropped_is_left(rank: int) -> list[Any]:
-    net, model, flat = _scene(rank)
+    net, model, flat = _scene()
     places, values, start = [], [], flat.data_ptr()
     for _ in range(2):
         model.zero_grad(set_to_none=False)
@@ -289,7 +282,7 @@ def test_parts_with_other_strides_get_the_result_in_place(rank: int) -> list[Any
 
 @on_ranks(2, [[[3.0, 3.0], [3.0, 3.0], True]] * 2)
 def test_micro_batches_and_local_steps_leave_the_gradients_in_the_memory(rank: int) -> list[Any]:
-    net, model, flat = _scene(rank)
+    net, model, flat = _scene()
     for _ in range(2):
         flat.zero_()
         with model.no_sync():
@@ -302,7 +295,7 @@ def test_micro_batches_and_local_steps_leave_the_gradients_in_the_memory(rank: i
 @on_ranks(2, [[_expected(4, 2.0, 2.0)] * 3] * 2)
 def test_gradients_assigned_by_hand_as_parts_of_one_tensor_are_reduced_there(rank: int) -> list[Any]:
     """No backward runs, and in the last step backward runs before they are assigned."""
-    net, model, flat = _scene(rank)
+    net, model, flat = _scene()
     found = []
     for step in range(3):
         if step == 2:

@@ -1,4 +1,4 @@
-"""Segments: anonymous files in memory, and what forked children have in their place."""
+"""Segments: anonymous files in memory, and what forked children have in their place, whatever fails."""
 
 import os
 import re
@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from legacy_ddp._memory.layout import distinct, plan_layout
 from legacy_ddp._memory.segment import Segment, SegmentPolicy
 from legacy_ddp._settings import Settings
+from tests.helpers import fork_faults, tiers
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import fork_scripts
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -76,3 +79,33 @@ def test_a_python_that_does_not_know_memfd_create_makes_segments() -> None:
         [sys.executable, "-c", _OLD_C_LIBRARY], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
     )
     assert (run.stdout.strip(), run.stderr) == (f"sealed {bytes([3] * 10)}", "")
+
+
+# Forks of a process with shared memory: every program runs in a process of its own
+
+# Programs whose children end with a text, and this text.
+TOLD = {
+    "no_address_space": "could not be mapped: got [Errno 12] mmap of 65541 bytes: Cannot allocate memory",
+    "failing_function": "ends here: the reason",
+    "limit_of_recursion": "RecursionError",
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, tuple[int, str]]:
+    """Exit code and standard error of every program. All at the same time."""
+    names, count = list(fork_faults.FAULTS), str(tiers.count(2000, 60))
+    program = str(ROOT / "tests" / "helpers" / "fork_faults.py")
+    done = fork_scripts([(program, name, count) for name in names], [{}] * len(names))
+    return {name: (run.returncode, " ".join(run.stderr.split())) for name, run in zip(names, done, strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", fork_faults.FAULTS)
+def test_no_child_writes_to_its_parent_and_no_interrupt_is_lost(runs: dict[str, tuple[int, str]], name: str) -> None:
+    """``_make_private`` was interrupted, or raised: Python went on with the memory of the parent."""
+    code, errors = runs[name]
+
+    assert code == 0, errors
+    assert TOLD.get(name, "") in errors
+    assert bool(errors) == (name in TOLD)

@@ -141,7 +141,7 @@ AGREEMENT = (
         "sample_size=0 takes part",
         "self.participation == Participation.SAMPLES and self.sample_size > 0",
         "self.participation == Participation.SAMPLES and self.sample_size >= 0",
-        "tests/call/test_all_reduce.py -k no_part or takes_part",
+        "tests/call/test_all_reduce.py -k no_part or that_take_part",
     ),
     Mutant(
         "absent gradients decide the kind",
@@ -360,7 +360,7 @@ COLLECTIVES = (
         "a scale of 1 may overflow",
         "scale is not None and 1 < scale < math.inf",
         "scale is not None and 1 <= scale < math.inf",
-        "tests/call/test_nonfinite.py -k scaler_did_not_make or recognised_by_its_use",
+        "tests/call/test_nonfinite_skip.py -k scaler_did_not_make",
     ),
     Mutant(
         "sums of metrics are rounded term by term",
@@ -396,7 +396,7 @@ COLLECTIVES = (
         "the narrower dtype holds the sum",
         "if torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:",
         "if torch.finfo(total.dtype).max < torch.finfo(own.dtype).max:",
-        "tests/call/test_host_dtypes.py tests/call/test_dtypes.py -k overflow or range or documented",
+        "tests/call/test_host_sum.py tests/call/test_dtypes.py -k overflow or range or documented",
     ),
     Mutant(
         "fp16 is divided twice",
@@ -414,7 +414,7 @@ COLLECTIVES = (
         "between hosts nothing is divided",
         "divide(chunk, carried, after)",
         "divide(chunk, carried, 1.0)",
-        "tests/call/test_between_hosts.py -k ranks_and_whole_hosts",
+        "tests/call/test_between_hosts.py -k without_a_gradient",
     ),
     Mutant(
         "one rank without evidence hides edited gradients",
