@@ -154,27 +154,20 @@ def test_any_damage_to_the_newest_checkpoint_is_said_and_the_one_before_is_used(
     assert line.endswith("; trying the one before")
 
 
-def test_a_whole_checkpoint_is_used_in_silence_and_is_an_ordinary_file_of_torch(
+def test_a_whole_checkpoint_is_used_in_silence_and_one_that_cannot_be_read_is_like_a_damaged_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2):
         _checkpoint.save_checkpoint(tmp_path, step, _state(step))
 
     assert_same_bits(_checkpoint.load_checkpoint(tmp_path, {}), _state(2))
-    assert_same_bits(load(tmp_path / "step-00000002.pt"), _state(2))
+    assert_same_bits(load(tmp_path / "step-00000002.pt"), _state(2))  # an ordinary file of torch
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_checkpoint_that_cannot_be_read_is_like_a_damaged_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _checkpoint.save_checkpoint(tmp_path, 1, _state(1))
-    (tmp_path / "step-00000002.pt").mkdir()  # root may read any file
-
-    assert_same_bits(_checkpoint.load_checkpoint(tmp_path, {}), _state(1))
+    (tmp_path / "step-00000003.pt").mkdir()  # root may read any file
+    assert_same_bits(_checkpoint.load_checkpoint(tmp_path, {}), _state(2))
     assert capsys.readouterr().err == (
-        f"{tmp_path}/step-00000002.pt cannot be read: [Errno 21] Is a directory: "
-        f"'{tmp_path}/step-00000002.pt'; trying the one before\n"
+        f"{tmp_path}/step-00000003.pt cannot be read: [Errno 21] Is a directory: "
+        f"'{tmp_path}/step-00000003.pt'; trying the one before\n"
     )
 
 
@@ -199,11 +192,14 @@ def test_without_any_whole_checkpoint_a_resume_is_refused_and_every_file_is_name
 
 def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(tmp_path: Path) -> None:
     folder = tmp_path / "not there yet"
-    args = _lm_options.build_parser().parse_args(["--save", str(folder), "--resume", "auto"])
+    args = _lm_options.build_parser().parse_args(["--save", str(folder), "--resume", "auto", "--steps", "3"])
 
     assert _lm_options.read_checkpoint(args, {}) is None
     _checkpoint.save_checkpoint(folder, 1, _state(1))
     assert _lm_options.read_checkpoint(args, {})["step"] == 1
+    _checkpoint.save_checkpoint(folder, 4, _state(4))
+    with pytest.raises(_checkpoint.CheckpointError, match="--steps is behind the newest checkpoint: got 3"):
+        _lm_options.read_checkpoint(args, {})
 
 
 def test_of_old_checkpoints_as_many_are_kept_as_asked_for_and_newer_ones_are_left_alone(tmp_path: Path) -> None:
@@ -212,10 +208,3 @@ def test_of_old_checkpoints_as_many_are_kept_as_asked_for_and_newer_ones_are_lef
     _checkpoint.save_checkpoint(tmp_path, 4, _state(4), keep=2)  # resumed behind 9, which must be damaged
 
     assert [int(path.stem.removeprefix("step-")) for path in _checkpoint.checkpoints(tmp_path)] == [9, 4, 3]
-
-
-def test_keeping_only_one_checkpoint_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        _lm_options.build_parser().parse_args(["--keep", "1"])
-
-    assert "argument --keep: got '1', expected a whole number of at least 2" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_torchrun, run_script
+from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_torchrun
 
 PAGE = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
 ACCELERATE, IN_TOKENS, TRANSFORMERS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -64,24 +64,6 @@ def test_transformers_trains_to_the_bits_of_its_own_ddp(tmp_path: Path, sealed: 
     assert len(told) == 2 * (2 * 3 + 1)  # each is printed once: two ranks, not two trainings of one
     assert told[:7] == told[7:]
     assert float(told[6][1]) < float(told[0][1]) - 0.3
-
-
-@pytest.mark.thorough  # test_examples.py has the same of an example that needs scikit-learn
-@pytest.mark.parametrize(
-    "script, missing, extras",
-    [("accelerate_digits", "accelerate", "accelerate,demo"), ("transformers_tiny", "transformers", "transformers")],
-)
-def test_without_a_library_an_example_names_the_command_that_installs_it(
-    script: str, missing: str, extras: str, tmp_path: Path, sealed: dict[str, str]
-) -> None:
-    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError(name={missing!r})")
-
-    paths = f"{tmp_path}:{ROOT}"  # ours come before what is installed
-    result = run_script(str(EXAMPLES / f"{script}.py"), environment={**sealed, "PYTHONPATH": paths})
-
-    assert result.returncode in (1, 2)
-    assert f'{missing} is not installed; run: pip install "legacy_ddp[{extras}]"\n' in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_the_page_s_accelerate_loop_runs_on_two_ranks_and_again_after_load_state(
