@@ -1,10 +1,8 @@
 """docs/errors.md has a section for every public exception, and shows what ranks print."""
 
 import copy
-import pickle
 import re
 import tempfile
-import traceback
 from collections.abc import Callable
 from itertools import chain, pairwise
 from typing import Any
@@ -275,24 +273,6 @@ def test_every_public_exception_has_a_section_and_every_section_a_next_step() ->
     assert ERRORS.keys() | WARNINGS.keys() <= SECTIONS.keys()
     for name, text in SECTIONS.items():
         assert "\nNext: " in text or name in ("AgreedError", "LegacyDDPError"), name
-
-
-def test_the_anchor_of_an_exception_is_that_of_its_section() -> None:
-    headings = {heading.lower() for heading in SECTIONS}
-
-    for name in SECTIONS.keys() & vars(legacy_ddp).keys():
-        assert getattr(legacy_ddp, name).anchor == name.lower()
-        assert name.lower() in headings
-
-
-@pytest.mark.parametrize("name", [name for name in legacy_ddp.__all__ if name.endswith("Error")])
-def test_a_traceback_ends_with_the_command_also_after_pickle(name: str) -> None:
-    error = getattr(legacy_ddp, name)("wrong")
-
-    for shown in (error, pickle.loads(pickle.dumps(error))):
-        lines = traceback.format_exception_only(shown)
-        assert lines == [f"legacy_ddp.{name}: wrong\n", f"meaning and next step: legacy-ddp explain {name}\n"]
-        assert str(shown) == "wrong"
 
 
 def _error(rank: int, section: str) -> tuple[str, str]:
