@@ -4,12 +4,11 @@ import builtins
 import re
 import symtable
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import ROOT, python_blocks
 from tests.helpers.scripts import run_script
 
 # What the examples take as given.
@@ -56,10 +55,9 @@ def _examples() -> dict[str, str]:
     found = {}
     for page in (page.relative_to(ROOT) for page in PAGES if str(page.relative_to(ROOT)) not in FOREIGN):
         text = (ROOT / page).read_text(encoding="utf-8")
-        blocks = [block for _, block in re.findall(r"^( *)```python\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)]
         recipes = [f"print({code})" for code in re.findall(r"`(record\.metrics\[[^`\n]*)`", text)]
-        for number, source in enumerate([*blocks, *recipes]):
-            found[re.sub(r"\W", "_", str(page.with_suffix(f".{number}"))) + ".py"] = _module(textwrap.dedent(source))
+        for number, source in enumerate([*python_blocks(page), *recipes]):
+            found[re.sub(r"\W", "_", str(page.with_suffix(f".{number}"))) + ".py"] = _module(source)
     return found
 
 

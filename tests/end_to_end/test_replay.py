@@ -1,21 +1,19 @@
 """Does the main job end in the same bits on any number of ranks, and does a mistake show?"""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import ROOT, python_blocks
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_script, load
 
 REPRODUCIBLE = ("--reproducible", "--micro-batches", "4", "--batch-size", "2", "--held-out", "256")
 
 
 def test_the_page_s_loop_ends_in_the_same_weights_on_1_and_on_4_ranks(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "reproducible.md").read_text()
-    (loop,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (loop,) = python_blocks("docs/reproducible.md")
     script = tmp_path / "train.py"
     script.write_text(loop + "\nimport os, sys\ntorch.save(module.state_dict(), sys.argv[1] + os.environ['RANK'])\n")
     for world_size in (1, 4):
