@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.besides_ddp import Difference, Side, State, compare, distributed_optimizers
-from tests.helpers.tiers import thorough_but
 
 STEPS = 20
 
@@ -133,17 +132,14 @@ def _train(case: _Case, side: Side, rank: int) -> State:
     return states
 
 
-_CHOSEN = _CASES.keys() - {"adamw-foreach", "adamw-fused", "checkpoint"}
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Difference]]:
+    return compare({name: partial(_train, case) for name, case in _CASES.items()})
 
 
-@cache
-def _compared(*, is_chosen: bool) -> dict[str, list[Difference]]:
-    return compare({name: partial(_train, case) for name, case in _CASES.items() if (name in _CHOSEN) == is_chosen})
-
-
-@pytest.mark.parametrize("name", thorough_but([*_CHOSEN], _CASES))
-def test_twenty_steps_at_two_ranks_give_the_bits_of_torch_ddp(name: str) -> None:
+@pytest.mark.parametrize("name", _CASES)
+def test_twenty_steps_at_two_ranks_give_the_bits_of_torch_ddp(found: dict[str, list[Difference]], name: str) -> None:
     """Halving is exact, before the sum as after it, and a sum of two has one rounding: no bit may differ."""
-    for difference in _compared(is_chosen=name in _CHOSEN)[name]:
+    for difference in found[name]:
         assert difference.has_bits_of_ddp
         assert difference.without_the_call > 0

@@ -327,26 +327,20 @@ def test_named_ranks_can_be_read_back(ranks: set[int]) -> None:
 
 # --- headers ----------------------------------------------------------------------------------------------------------
 
-WORDS = st.integers(-(2**63), 2**63 - 1)
-BYTES = st.integers(0, 255)
-COUNTS = st.integers(0, 2**32 - 1)
+BYTES, COUNTS, WORDS = st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(-(2**63), 2**63 - 1)
 SECONDS = st.floats(0.0, 2.0**60, width=32)
 # The fields of Header, in their order.
 FACTS = st.tuples(*[BYTES] * 3, *[COUNTS] * 3, *[WORDS] * 3, *[COUNTS] * 2, *[WORDS] * 5, *[SECONDS] * 4, *[WORDS] * 3)
 
 
 @given(st.lists(FACTS, min_size=1, max_size=5))
-def test_headers_survive_the_wire(rows: list[tuple[Any, ...]]) -> None:
+def test_headers_survive_the_wire_in_128_bytes(rows: list[tuple[Any, ...]]) -> None:
     headers = [Header(*row) for row in rows]
 
     encoded = [encode_header(header) for header in headers]
 
     assert {len(alike + others) for alike, others in encoded} == {128}
     found = Headers(*(b"".join(parts) for parts in zip(*encoded, strict=True)))
-    assert (found.size, found.rows, found.flags) == (len(rows), headers, [header.flags for header in headers])
-    for field in fields(Header)[4:]:
-        values = [getattr(header, field.name) for header in headers]
-        assert found.column(field.name) == values
-        assert found.is_equal(field.name) == (len(set(values)) == 1)
-    last_alike = [field.name for field in fields(Header)].index("issued") + 1
-    assert found.is_alike == (len({row[:last_alike] for row in rows}) == 1)
+    assert (found.size, found.rows) == (len(rows), headers)
+    for field in fields(Header)[3:]:
+        assert found.column(field.name) == [getattr(header, field.name) for header in headers]

@@ -59,7 +59,7 @@ def _line_search(side: Side, rank: int) -> State:
     """LBFGS asks for loss and gradients several times a step; all ranks must ask equally often."""
     model = side.wrap(net())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
-    for batch in batches(rank, 3):
+    for batch in batches(rank):
 
         def closure(batch: torch.Tensor = batch) -> float:
             optimizer.zero_grad()
