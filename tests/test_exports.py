@@ -32,19 +32,28 @@ def test_all_is_sorted_and_names_exactly_what_is_public(door: ModuleType) -> Non
         door.nothing  # noqa: B018
 
 
-_WITHOUT_AN_IMPORT = """
-import sys
+_IMPORT = """
+import logging, os, sys, threading, warnings
 sys.modules["torch"] = None  # a second import fails
 import legacy_ddp
 assert not {"legacy_ddp.debug", "legacy_ddp.data"} & sys.modules.keys()
 print(legacy_ddp.__version__, legacy_ddp.debug.__name__, "torch" in dir(legacy_ddp.debug))
 del sys.modules["torch"]
+import torch, torch.distributed.device_mesh
+before, environment = set(sys.modules), dict(os.environ)
+filters, threads = list(warnings.filters), threading.active_count()
 print(legacy_ddp.debug.check_replicas.__name__, legacy_ddp.data.GlobalBatchSampler.__name__)
+legacy_ddp.LegacyDistributedDataParallel
+heavy = [name for name in set(sys.modules) - before if name.startswith(("numpy", "sympy", "torch._dynamo"))]
+assert not heavy, sorted(heavy)
+assert logging.getLogger().handlers == [] and not logging.getLogger("legacy_ddp").handlers
+assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
+assert dict(os.environ) == environment and warnings.filters == filters and threading.active_count() == threads
 """
 
 
-def test_debug_and_data_are_attributes_after_an_import_of_the_package_alone() -> None:
-    done = run_script("-c", _WITHOUT_AN_IMPORT)
+def test_importing_the_package_does_nothing_and_debug_and_data_are_its_attributes() -> None:
+    done = run_script("-c", _IMPORT, environment={"LEGACY_DDP_CHECKS": "read at construction only"})
 
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [

@@ -75,12 +75,9 @@ def _uses_two_groups(rank: int, *, waits: bool) -> tuple[float, list[str]]:
     return tensor.item(), device.races
 
 
-def test_a_collective_follows_an_awaited_collective_of_another_group() -> None:
+def test_a_collective_follows_an_awaited_collective_of_another_group_and_without_the_wait_is_a_race() -> None:
     """The quick group reduced what the slow group had not written yet, and no race was found."""
     assert run_ranks(partial(_uses_two_groups, waits=True), 2, fresh=True) == [(2.0, [])] * 2
-
-
-def test_a_collective_on_memory_of_a_group_that_was_not_awaited_is_a_race() -> None:
     for _, races in run_ranks(partial(_uses_two_groups, waits=False), 2, fresh=True):
         assert any(race.startswith("allreduce") for race in races)
 
