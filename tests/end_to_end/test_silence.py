@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.listening import WARN_SECONDS, Training, own_threads, run, run_silently
+from tests.helpers.listening import WARN_SECONDS, Training, own_threads, run, run_silently, said
 from tests.helpers.tiers import thorough, thorough_but
 
 # A wait just below a limit, with room for a busy machine. So long, because asking around takes a third of a second: a
@@ -63,23 +63,23 @@ def test_a_rank_that_keeps_others_waiting_for_less_than_the_limit_is_not_mention
 
 
 def _late_early_calls(rank: int, folder: Path) -> list[float]:
+    """Rank 1 comes to the first two calls of two wrappers when rank 0 has said something of it."""
     trainings = [Training(folder, early_calls=0) for _ in range(2)]
-    for _ in range(2):
-        for training in trainings:
-            if rank == 1:
-                time.sleep(1.4 * WARN_SECONDS)  # compilation
-            training.step()
-    assert all(seconds > WARN_SECONDS for training in trainings for seconds in training.waits) or rank == 1
-    for training in trainings:
-        for _ in range(2):
-            training.step()
-    return []
+    for training in 2 * trainings:
+        before = said(folder, 0)
+        while rank == 1 and said(folder, 0) == before:
+            time.sleep(0.02)  # compilation
+        training.step()
+    waits = [seconds for training in trainings for seconds in training.waits]
+    for training in 2 * trainings:
+        training.step()
+    return waits
 
 
 def test_a_long_wait_in_one_of_the_first_two_calls_of_a_wrapper_is_a_line(tmp_path: Path) -> None:
-    _, lines = run(_late_early_calls, 2, tmp_path)
+    (waits, _), lines = run(_late_early_calls, 2, tmp_path)
 
-    assert len(lines) == 2 * 2
+    assert 4 <= len(lines) <= _warnings_due(waits), lines
     assert all(line.endswith((", in one of the first calls", ", alive", ", alive and busy")) for line in lines), lines
 
 
