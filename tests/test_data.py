@@ -82,7 +82,7 @@ def _resumed(samplers: list[GlobalBatchSampler], global_step: int) -> list[Globa
     return samplers
 
 
-@pytest.mark.parametrize("taken", [0, 3, 4, 7, 12])
+@pytest.mark.parametrize("taken", [0, 3, 4, 16])
 def test_the_position_counts_steps_that_were_handed_out_whole(taken: int) -> None:
     (sampler,) = _samplers(1, 16, 1, 4)
     batches = iter(DataLoader(torch.arange(16), batch_sampler=sampler))  # type: ignore[arg-type]
@@ -121,29 +121,11 @@ def test_an_iteration_ends_loudly_when_the_position_was_moved(move: str) -> None
         next(batches)
 
 
-def test_an_epoch_that_ended_can_be_read_again() -> None:
-    (sampler,) = _samplers(1, 16, 1, 4)
-    first = list(sampler)
-    sampler.set_epoch(0)
-
-    assert list(sampler) == first
-
-
 def test_the_order_is_made_on_the_cpu_whatever_the_default_device_is() -> None:
     (sampler,) = _samplers(1, 16, 1, 4)
     expected = list(_samplers(1, 16, 1, 4)[0])
     with torch.device("meta"):
         assert list(sampler) == expected
-
-
-def test_the_end_of_an_epoch_is_the_start_of_the_next() -> None:
-    (sampler,) = _samplers(1, 8, 1, 4)
-    list(sampler)
-    (resumed,) = _samplers(1, 8, 1, 4)
-    resumed.load_state_dict(sampler.state_dict())
-
-    assert list(resumed) == list(sampler)
-    assert sampler.epoch == 1
 
 
 def test_the_length_is_that_of_an_epoch_on_this_rank() -> None:
@@ -174,17 +156,14 @@ def test_workers_that_read_ahead_need_the_number_of_steps_done() -> None:
         ((8, 0, 4), {}, "micro_batch_size is out of range: got 0, expected at least 1"),
         ((8, 1, 4), {"rank": 2, "world_size": 2}, "rank is out of range: got 2, expected 0 to 1"),
         ((8, 1, 4), {"seed": -1}, "seed is out of range: got -1"),
+        ((8, 1, 4), {"seed": 0.5}, "seed is of the wrong type: got"),
+        ((8, 1, 4), {"shuffle": 1}, "shuffle is of the wrong type: got"),
+        ((8, 1, 4), {"rank": True, "world_size": 2}, "rank is of the wrong type: got"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(arguments: Any, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(TypeError if "of the wrong type" in message else ValueError, match=message):
         GlobalBatchSampler(*arguments, **options)
-
-
-@pytest.mark.parametrize("options", [{"seed": 0.5}, {"shuffle": 1}, {"rank": True, "world_size": 2}])
-def test_values_of_other_types_are_refused(options: Any) -> None:
-    with pytest.raises(TypeError, match="is of the wrong type: got"):
-        GlobalBatchSampler(8, 1, 4, **options)
 
 
 @pytest.mark.parametrize(
@@ -236,18 +215,10 @@ def test_masks_depend_on_step_index_and_seed_alone() -> None:
     assert first not in (_mask(2, 6), _mask(3, 5), _mask(2, 5, seed=1), _mask(5, 2))
 
 
-def test_random_numbers_outside_go_on_as_if_nothing_had_been() -> None:
-    torch.manual_seed(1)
-    expected = torch.rand(3).tolist()
-    torch.manual_seed(1)
-    _mask(0, 0)
-
-    assert torch.rand(3).tolist() == expected
-
-
-def test_an_exception_puts_the_generator_back_too() -> None:
+def test_random_numbers_outside_go_on_as_if_nothing_had_been_also_after_an_exception() -> None:
     state = torch.get_rng_state()
-
+    _mask(0, 0)
+    assert torch.equal(torch.get_rng_state(), state)
     with suppress(KeyError), micro_batch_rng(0, 0):
         raise KeyError(torch.rand(1))
 

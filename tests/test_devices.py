@@ -126,14 +126,20 @@ def test_convolutions_and_hooks_of_torch_ddp_work() -> None:
         assert strides[1] == 1
 
 
+def _metrics(rank: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+    return {
+        "loss": torch.tensor(0.5 + rank, device=device),
+        "half": torch.tensor(1.5, dtype=torch.float16, device=device),
+        "items": torch.tensor(2**53 - 1 - rank, device=device),
+    }
+
+
+SUMS = {"loss": 2.0, "half": 3.0, "items": float(2**54 - 3)}
+
+
 def _logs_metrics(rank: int) -> tuple[dict[str, float], int | None]:
     model = LegacyDistributedDataParallel(_model().to(torch.get_default_device()))
-    metrics = {
-        "loss": torch.tensor(0.5 + rank),
-        "half": torch.tensor(1.5, dtype=torch.float16),
-        "items": torch.tensor(2**53 - 1 - rank),
-    }
-    records = []
+    metrics, records = _metrics(rank, torch.get_default_device()), []
     model(torch.ones(1, 3)).sum().backward()
     model.all_reduce()
     model(torch.ones(1, 3)).sum().backward()
@@ -143,7 +149,7 @@ def _logs_metrics(rank: int) -> tuple[dict[str, float], int | None]:
 
 def test_metrics_on_a_device_cost_one_wait_and_keep_the_digits_of_integers() -> None:
     for metrics, waits in run_ranks(_logs_metrics, 2):
-        assert metrics == {"loss": 2.0, "half": 3.0, "items": float(2**54 - 3)}
+        assert metrics == SUMS
         assert waits in (1, None)
 
 

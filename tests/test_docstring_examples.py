@@ -56,9 +56,9 @@ def _described(owner: Any) -> Iterator[tuple[Any, set[str]]]:
         yield owner, {field.name for field in dataclasses.fields(owner)}
     elif not (isinstance(owner, type) and issubclass(owner, Exception)):
         yield owner, set(inspect.signature(owner).parameters)
-    methods = [item for name, item in vars(owner).items() if not name.startswith(("_", "see_"))]
-    for method in filter(inspect.isfunction, methods if isinstance(owner, type) else ()):
-        yield method, set(inspect.signature(method).parameters)
+    for name, item in vars(owner).items() if isinstance(owner, type) else ():
+        if not name.startswith(("_", "see_")) and (inspect.isroutine(item) or isinstance(item, property)):
+            yield item, set(inspect.signature(item).parameters) if inspect.isfunction(item) else set()
 
 
 # Arguments of the module, arguments that raise an error, and the evidence behind other fields.
@@ -66,11 +66,13 @@ _WITHOUT_WORDS = {"self", "args", "kwargs", "verdict"}
 
 
 @pytest.mark.parametrize("module, name", PUBLIC)
-def test_the_docstring_of_a_public_name_has_every_argument_and_field(module: str, name: str) -> None:
+def test_a_public_name_has_a_docstring_of_its_own_with_every_argument_and_field(module: str, name: str) -> None:
     for item, arguments in _described(getattr(importlib.import_module(module), name)):
-        text = inspect.getdoc(item) or ""
+        text = inspect.cleandoc(item.__doc__ or "")
+        assert text, item
+        assert not text.startswith(f"{name}("), "a dataclass wrote it, nobody else did"
         listed = re.findall(r"^ *(\w+(?:, \w+)*):", text, re.MULTILINE)
         named = {*re.findall(r"``(\w+)``", text), *", ".join(listed).split(", ")}
         public = {argument for argument in arguments if not argument.startswith("_")}
 
-        assert public - named <= _WITHOUT_WORDS, item.__qualname__
+        assert public - named <= _WITHOUT_WORDS, item

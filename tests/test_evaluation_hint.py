@@ -20,120 +20,30 @@ def _model(layer: Callable[..., nn.Module] = nn.BatchNorm1d, **arguments: Any) -
     return Model(nn.Sequential(layer(3), nn.Flatten(), nn.Linear(6, 1)), **arguments)
 
 
-def _train(model: nn.Module, steps: int = 2) -> None:
-    model.train()
-    _step(model, steps)
-
-
-def _step(model: nn.Module, steps: int = 2) -> None:
-    for _ in range(steps):
+def _step(model: nn.Module) -> None:
+    for _ in range(2):
         model.zero_grad()
         model(INPUTS + torch.distributed.get_rank()).sum().backward()
         model.all_reduce()
 
 
 def _evaluate(model: nn.Module) -> None:
-    model.eval()
     with torch.no_grad():
-        model(INPUTS)
+        model.eval()(INPUTS)
 
 
-def _trained_and_evaluated(model: Model) -> None:
-    _train(model)
-    _evaluate(model)
-
-
-def _twice(model: Model) -> None:
-    _trained_and_evaluated(model)
-    _trained_and_evaluated(model)
-
-
-def _inference_mode(model: Model) -> None:
-    _train(model)
+def _evaluate_in_inference_mode(model: nn.Module) -> None:
     with torch.inference_mode():
         model.eval()(INPUTS)
 
 
-def _compiled_inside(model: Model) -> None:
-    model.module.compile(backend="aot_eager")
-    _trained_and_evaluated(model)
-
-
-def _broadcast_too_early(model: Model) -> None:
-    _train(model)
-    model.broadcast_buffers()
-    _evaluate(model)
-    _train(model)
-    _evaluate(model)
-
-
-def _copied(model: Model) -> None:
-    _trained_and_evaluated(copy.deepcopy(model))
-
-
-def _loaded_before(model: Model) -> None:
-    model.load_state_dict(model.state_dict())
-    _train(model)
-    _evaluate(model)
-
-
-TOLD: dict[str, tuple[Callable[[Model], None], Callable[[], Model]]] = {
-    "trained": (_trained_and_evaluated, _model),
-    "once": (_twice, _model),
-    "inference mode": (_inference_mode, _model),
-    "instance norm": (_trained_and_evaluated, partial(_model, partial(nn.InstanceNorm1d, track_running_stats=True))),
-    "compiled inside": (_compiled_inside, _model),
-    "broadcast too early": (_broadcast_too_early, _model),
-    "copy": (_copied, _model),
-    "loaded before": (_loaded_before, _model),
-    "detail": (_trained_and_evaluated, partial(_model, checks="detail")),
-}
-
-
-def _broadcast(model: Model) -> None:
-    for _ in range(2):
-        _train(model)
-        model.broadcast_buffers()
-        _evaluate(model)
-        _evaluate(model)
-
-
-def _frozen(model: Model) -> None:
-    model.load_state_dict(model.state_dict())
-    for _ in range(2):
-        model.train()
-        model.module[0].eval()
-        _step(model)
-        _evaluate(model)
-
-
-def _frozen_after_a_broadcast(model: Model) -> None:
-    _train(model)
-    model.broadcast_buffers()
-    model.module[0].eval()
-    _step(model)
-    _evaluate(model)
-
-
-def _before_the_first_call(model: Model) -> None:
-    model(INPUTS)
-    _evaluate(model)
-
-
-def _rank_0_alone(model: Model) -> None:
-    _train(model)
-    if torch.distributed.get_rank() == 0:
-        _evaluate(model)
-
-
-def _module_alone(model: Model) -> None:
-    _train(model)
-    model.eval()
+def _freeze(model: Model) -> None:
+    model.train().module[0].eval()
 
 
 def _compiled(model: Model) -> None:
     compiled = torch.compile(model, backend="eager")
-    _train(model, 1)
+    _step(model)
     for _ in range(2):
         model.train()
         compiled(INPUTS).sum().backward()
@@ -142,40 +52,67 @@ def _compiled(model: Model) -> None:
         compiled(INPUTS)
 
 
+# What a script does, by the words of the cases below.
+OPERATIONS: dict[str, Callable[[Model], object]] = {
+    "train": lambda model: _step(model.train()),
+    "step": _step,
+    "forward": lambda model: model(INPUTS),
+    "evaluate": _evaluate,
+    "rank-0-evaluates": lambda model: torch.distributed.get_rank() or _evaluate(model),
+    "evaluate-in-inference-mode": _evaluate_in_inference_mode,
+    "eval": Model.eval,
+    "freeze": _freeze,
+    "broadcast": Model.broadcast_buffers,
+    "load": lambda model: model.load_state_dict(model.state_dict()),
+    "compiled": _compiled,
+    "compile-inside": lambda model: model.module.compile(backend="aot_eager"),
+}
+Case = tuple[str, Callable[[], Model]]
+TOLD: dict[str, Case] = {
+    "trained": ("train evaluate", _model),
+    "once": ("train evaluate train evaluate", _model),
+    "inference mode": ("train evaluate-in-inference-mode", _model),
+    "instance norm": ("train evaluate", partial(_model, partial(nn.InstanceNorm1d, track_running_stats=True))),
+    "compiled inside": ("compile-inside train evaluate", _model),
+    "broadcast too early": ("train broadcast evaluate train evaluate", _model),
+    "copy": ("train evaluate", lambda: copy.deepcopy(_model())),
+    "loaded before": ("load train evaluate", _model),
+    "detail": ("train evaluate", partial(_model, checks="detail")),
+}
+
+
 class _Synchronized(nn.SyncBatchNorm):
     """Its own forward needs a GPU."""
 
     forward = nn.BatchNorm1d.forward
 
 
-SILENT: dict[str, tuple[Callable[[Model], None], Callable[[], Model]]] = {
-    "broadcast": (_broadcast, _model),
-    "frozen": (_frozen, _model),
-    "no momentum": (_trained_and_evaluated, partial(_model, partial(nn.BatchNorm1d, momentum=0.0))),
-    "no statistics": (_trained_and_evaluated, partial(_model, partial(nn.BatchNorm1d, track_running_stats=False))),
-    "statistics of all ranks": (_trained_and_evaluated, partial(_model, _Synchronized)),
-    "no layer": (_trained_and_evaluated, partial(_model, lambda _: nn.Dropout())),
-    "frozen after a broadcast": (_frozen_after_a_broadcast, _model),
-    "before the first call": (_before_the_first_call, _model),
-    "rank 0 alone": (_rank_0_alone, _model),
-    "module alone": (_module_alone, _model),
-    "compiled": (_compiled, _model),
-    "off": (_trained_and_evaluated, partial(_model, checks="off")),
-    "local": (_trained_and_evaluated, partial(_model, checks=Checks(local_buffers=("*.running_*",)))),
-    "ignored": (
-        _trained_and_evaluated,
-        partial(_model, ignore=["0.running_mean", "0.running_var", "0.num_batches_tracked"]),
-    ),
+SILENT: dict[str, Case] = {
+    "broadcast": ("train broadcast evaluate evaluate train broadcast evaluate evaluate", _model),
+    "frozen": ("load freeze step evaluate freeze step evaluate", _model),
+    "no momentum": ("train evaluate", partial(_model, partial(nn.BatchNorm1d, momentum=0.0))),
+    "no statistics": ("train evaluate", partial(_model, partial(nn.BatchNorm1d, track_running_stats=False))),
+    "statistics of all ranks": ("train evaluate", partial(_model, _Synchronized)),
+    "no layer": ("train evaluate", partial(_model, lambda _: nn.Dropout())),
+    "frozen after a broadcast": ("train broadcast freeze step evaluate", _model),
+    "before the first call": ("forward evaluate", _model),
+    "rank 0 alone": ("train rank-0-evaluates", _model),
+    "module alone": ("train eval", _model),
+    "compiled": ("compiled", _model),
+    "off": ("train evaluate", partial(_model, checks="off")),
+    "local": ("train evaluate", partial(_model, checks=Checks(local_buffers=("*.running_*",)))),
+    "ignored": ("train evaluate", partial(_model, ignore=["0.running_mean", "0.running_var", "0.num_batches_tracked"])),
 }
 CASES = {**TOLD, **SILENT}
 
 
 def _all_cases(rank: int) -> dict[str, list[tuple[str, str]]]:
     said = {}
-    for name, (case, build) in CASES.items():
-        case(build())
-        caught = logged_warnings.take_all()
-        said[name] = [(warning.filename, warning.text) for warning in caught]
+    for name, (operations, build) in CASES.items():
+        model = build()
+        for operation in operations.split():
+            OPERATIONS[operation](model)
+        said[name] = [(told.filename, told.text) for told in logged_warnings.take_all()]
     return said
 
 
@@ -198,7 +135,9 @@ def test_an_evaluation_with_statistics_of_each_rank_is_told_once_and_by_rank_1()
 
 
 def _alone(_: int) -> None:
-    _trained_and_evaluated(_model())
+    model = _model()
+    _step(model)
+    _evaluate(model)
 
 
 def test_a_single_rank_has_no_other_statistics() -> None:

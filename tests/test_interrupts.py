@@ -326,6 +326,7 @@ def _check_children(shared: _Shared) -> None:
 _FIRST, _DETAIL = partial(Training, steps=0), partial(Training, checks="detail")
 _REPRODUCIBLE = partial(Training, steps=1, reproducible=True)
 _DETAIL_FIRST = partial(Training, steps=0, checks="detail")
+_FILES = (segment.Mapping.make_private, segment.Mapping._map_private, segment.OpenFile.close)
 _CALL = (Call.__enter__, Call.__exit__, Call._take_over, Call._end_call, OwnedLock.take)
 _CASES = {
     "parts of the replica": Case(
@@ -390,11 +391,6 @@ _CASES = {
         Training.step,
         _check_sums,
     ),
-}
-
-
-_FILES = (segment.Mapping.make_private, segment.Mapping._map_private, segment.OpenFile.close)
-_OF_PROCESS = {
     "evaluation hint": Case(
         (EvaluationHint.begin_forward, EvaluationHint._layers), _before_training_forward, Training.forward, _check_hint
     ),
@@ -429,7 +425,7 @@ def _sweeps(_: int, *, every: bool) -> dict[str, int]:
     tried = {}
     sys.unraisablehook = lambda _: None  # Python tells of an exception in a finalizer there
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-    for name, (functions, prepare, operate, judge, stride) in (_CASES | _OF_PROCESS).items():
+    for name, (functions, prepare, operate, judge, stride) in _CASES.items():
         try:
             tried[name] = sweep(functions, prepare, operate, judge, stride=1 if every else stride)
         except Exception as error:

@@ -20,7 +20,7 @@ from legacy_ddp import (
 )
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import run_cases
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, wrap
 
 # What a call says about itself
@@ -249,29 +249,26 @@ def test_the_norm_of_large_gradients_does_not_overflow(value: float, norm: float
 # Uneven work
 
 
-def _uneven(rank: int, uneven: str) -> tuple[list[tuple[str, str]], list[Said], list[float | None]]:
-    model = wrap(checks=Checks(uneven=uneven))
-    said, grads = [], []
+def _uneven(rank: int) -> tuple[list[str], list[float | None]]:
+    model = wrap()
+    grads = []
     for _ in range(3):
         for _ in range(1 + (rank == 2)):
             add_gradients(model, rank)
-        said.append(error_of(model.all_reduce))
+        model.all_reduce()
         grads.append(gradient_values(model)["weight"])
         model.zero_grad()
-    caught = logged_warnings.take_all()
-    return [(w.text, w.filename) for w in caught], said, grads
+    return logged_warnings.take(), grads
 
 
 def test_uneven_work_is_warned_of_once_and_on_rank_0_naming_ranks_and_counts() -> None:
-    results = run_ranks(_uneven, 3, "warn")
+    (told, *others) = run_ranks(_uneven, 3)
 
-    (text, _), *more = results[0][0]
-    assert more == []
+    ((text,), _) = told
     assert text.startswith("all_reduce() call 1: ranks bring uneven work (warned once")
     assert "micro-batches since the last call: rank 2 has 2; ranks 0-1 have 1" in text
-    assert [caught for caught, *_ in results[1:]] == [[], []]
-    for _, said, grads in results:
-        assert said == [None] * 3
+    assert [texts for texts, _ in others] == [[], []]
+    for _, grads in (told, *others):
         assert grads == pytest.approx([(0 + 1 + 2 + 2) / 3] * 3)
 
 
@@ -282,17 +279,14 @@ def _uneven_filename(rank: int, how: str) -> list[tuple[str, str]]:
         for _ in range(micro_batches):
             add_gradients(model, rank)
         function()
-    caught = logged_warnings.take_all()
     # The last line before the command says where the check is set.
-    return [(w.filename, w.text.splitlines()[-1]) for w in caught]
+    return [(told.filename, told.text.splitlines()[-1]) for told in logged_warnings.take_all()]
 
 
-@pytest.mark.parametrize("how", ["method", "function"])
-def test_the_warning_of_uneven_work_points_at_the_caller_and_at_what_the_caller_can_set(how: str) -> None:
-    where = {"method": "Checks(uneven=...)", "function": "LEGACY_DDP_CHECKS=uneven=..."}[how]
-    advice = f"pass sample_size= if they should, or see {where}"
-
-    assert run_ranks(_uneven_filename, 2, how) == [[(__file__, advice)], []]
+def test_the_warning_of_uneven_work_points_at_the_caller_and_at_what_the_caller_can_set() -> None:
+    places = {"method": "Checks(uneven=...)", "function": "LEGACY_DDP_CHECKS=uneven=..."}
+    for how, of_ranks in run_cases(_uneven_filename, 2, {how: (how,) for how in places}).items():
+        assert of_ranks == [[(__file__, f"pass sample_size= if they should, or see {places[how]}")], []]
 
 
 def _one_micro_batch_more(rank: int, uneven: str, sample_size: int | None) -> tuple[Said, list[float], list[str]]:
@@ -304,14 +298,12 @@ def _one_micro_batch_more(rank: int, uneven: str, sample_size: int | None) -> tu
 
 
 def test_uneven_work_is_no_warning_where_items_are_counted() -> None:
-    # 6 + 12 over 2 + 4 items
-    assert run_ranks(_one_micro_batch_more, 2, "warn", 2) == [(None, [3.0] * 2, [])] * 2
-    (_, _, warned), (_, _, silent) = run_ranks(_one_micro_batch_more, 2, "warn", None)
-    assert (len(warned), silent) == (1, [])
+    cases = {"warn": ("warn", 2), "plain": ("warn", None), "raise": ("raise", 2)}
+    found = run_cases(_one_micro_batch_more, 2, cases)
 
-
-def test_uneven_work_that_is_to_raise_raises_where_items_are_counted_too() -> None:
-    for rank, (said, grads, _) in enumerate(run_ranks(_one_micro_batch_more, 2, "raise", 2)):
+    assert found["warn"] == [(None, [3.0] * 2, [])] * 2  # 6 + 12 over 2 + 4 items
+    assert [len(warned) for *_, warned in found["plain"]] == [1, 0]
+    for rank, (said, grads, _) in enumerate(found["raise"]):
         assert said is not None
         assert said[0] == "DesyncError"
         assert "micro-batches since the last call: rank 1 has 2; rank 0 has 1" in said[1]
@@ -336,7 +328,8 @@ def test_gradients_that_local_steps_have_used_are_no_uneven_work() -> None:
     assert run_cases(_local_steps, 2, cases) == dict.fromkeys(cases, [[1, 1]] * 2)
 
 
-def _uneven_then_even(rank: int) -> tuple[tuple[int, ...], int | None, float | None, float | None]:
+@on_ranks(3, [((2,), 1, left, 2.0) for left in (0.0, 1.0, 4.0)])
+def test_uneven_work_raises_on_all_ranks_if_asked_and_the_call_works_once_it_is_even(rank: int) -> tuple[Any, ...]:
     model = wrap(checks=Checks(uneven="raise"))
     for _ in range(1 + (rank == 2)):
         add_gradients(model, rank)
@@ -347,9 +340,3 @@ def _uneven_then_even(rank: int) -> tuple[tuple[int, ...], int | None, float | N
         add_gradients(model, rank)
     model.all_reduce()
     return caught.value.ranks, caught.value.call, left, gradient_values(model)["weight"]
-
-
-def test_uneven_work_raises_on_all_ranks_if_asked_and_the_call_works_once_it_is_even() -> None:
-    assert run_ranks(_uneven_then_even, 3) == [((2,), 1, left, 2.0) for left in (0.0, 1.0, 4.0)]
-    results = run_ranks(_uneven, 3, "raise")
-    assert all(said == results[0][1] for _, said, _ in results)

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import pytest
@@ -12,8 +11,6 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp.debug import check_replicas
-from tests.helpers.paths import ROOT
-from tests.helpers.scripts import run_script
 from tests.helpers.shared_jobs import run_cases
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -25,7 +22,6 @@ def _wrap(**arguments: Any) -> LegacyDistributedDataParallel:
 
 _BUFFER_SIZE = "buffer_size is not usable: got {}, expected a number of elements, an int of at least 1"
 _TIMEOUT = "timeout_seconds is not usable: got {}, expected a positive number of seconds"
-_ABSENT = "absent_gradients is unknown: got {}, expected one of ('none', 'zeros')"
 _LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info', 'detail')"
 
 
@@ -35,20 +31,14 @@ _LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info', 'det
         ({"module": "model"}, TypeError, "module is of the wrong type: got str, expected torch.nn.Module"),
         ({"module": nn.Linear}, TypeError, "module is of the wrong type: got type, expected torch.nn.Module"),
         ({"world_size": 2}, ValueError, "world_size does not match the process group: got 2, expected 1; leave it out"),
-        ({"world_size": 0}, ValueError, "world_size does not match the process group: got 0, expected 1"),
         ({"process_group": 3}, TypeError, "process_group is of the wrong type: got 3, expected ProcessGroup"),
         ({"buffer_size": 0}, ValueError, _BUFFER_SIZE.format(0)),
-        ({"buffer_size": -1}, ValueError, _BUFFER_SIZE.format(-1)),
         ({"buffer_size": 2.0**28}, ValueError, _BUFFER_SIZE.format(2.0**28)),
         ({"buffer_size": True}, ValueError, _BUFFER_SIZE.format(True)),
-        ({"buffer_size": None}, ValueError, _BUFFER_SIZE.format(None)),
-        ({"buffer_size": "1"}, ValueError, _BUFFER_SIZE.format("'1'")),
         ({"reduce_dtype": torch.int32}, ValueError, "reduce_dtype is not usable: got torch.int32, expected one of"),
         ({"reduce_dtype": torch.complex64}, ValueError, "reduce_dtype is not usable: got torch.complex64, expected"),
         ({"reduce_dtype": "bfloat16"}, ValueError, "reduce_dtype is not usable: got 'bfloat16', expected one of"),
-        ({"absent_gradients": "zero"}, ValueError, _ABSENT.format("'zero'")),
-        ({"absent_gradients": None}, ValueError, _ABSENT.format(None)),
-        ({"absent_gradients": True}, ValueError, _ABSENT.format(True)),
+        ({"absent_gradients": "zero"}, ValueError, "absent_gradients is unknown: got 'zero', expected one of ('none'"),
         ({"ignore": "weight"}, TypeError, "ignore is of the wrong type: got the string 'weight', expected several"),
         (
             {"ignore": ["weight", "wieght", "0.bias"]},
@@ -56,11 +46,8 @@ _LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info', 'det
             "ignore names what the module does not have: got ['0.bias', 'wieght'], expected parameter or buffer names",
         ),
         ({"checks": "on"}, ValueError, _LEVEL.format("'on'")),
-        ({"checks": ""}, ValueError, _LEVEL.format("''")),
         ({"checks": None}, TypeError, "checks is of the wrong type: got NoneType, expected a level (str) or Checks"),
-        ({"checks": True}, TypeError, "checks is of the wrong type: got bool, expected a level (str) or Checks"),
         ({"timeout_seconds": 0}, ValueError, _TIMEOUT.format(0)),
-        ({"timeout_seconds": -1.5}, ValueError, _TIMEOUT.format(-1.5)),
         ({"timeout_seconds": math.inf}, ValueError, _TIMEOUT.format("inf")),
         ({"timeout_seconds": math.nan}, ValueError, _TIMEOUT.format("nan")),
         ({"timeout_seconds": "60"}, ValueError, _TIMEOUT.format("'60'")),
@@ -80,7 +67,6 @@ def test_an_unusable_argument_is_named(arguments: dict[str, Any], error: type[Ex
     "arguments, text",
     [
         ({"level": "details"}, _LEVEL.format("'details'")),
-        ({"level": None}, _LEVEL.format(None)),
         ({"uneven": "ignore"}, "checks: uneven is unknown: got 'ignore', expected one of ('warn', 'raise', 'allow')"),
         (
             {"unsynchronized_step": "warn"},
@@ -94,9 +80,8 @@ def test_an_unusable_argument_is_named(arguments: dict[str, Any], error: type[Ex
         ({"edited": "ignore"}, "checks: edited is unknown: got 'ignore', expected one of ('warn', 'raise', 'allow')"),
         *(
             ({"every": every}, f"checks: every is not usable: got {every!r}, expected a number of calls, an int of at ")
-            for every in (0, -1, 2.0, True, None, "5")
+            for every in (0, 2.0, True)
         ),
-        ({"uneven": True}, "checks: uneven is unknown: got True, expected one of ('warn', 'raise', 'allow')"),
     ],
 )
 def test_checks_refuses_what_it_does_not_know(arguments: dict[str, Any], text: str) -> None:
@@ -201,40 +186,3 @@ def test_the_types_of_arguments_are_the_values_that_they_take() -> None:
     parts = ("parameters", "buffers", "gradients", "optimizer", "rng")
     assert get_type_hints(check_replicas)["what"] == Iterable[Literal[parts]]
     assert check_replicas(nn.Linear(2, 1), what=parts).identical
-
-
-_TYPED = """
-from torch import nn
-from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp.debug import check_replicas
-
-module = nn.Linear(2, 1)
-LegacyDistributedDataParallel(module, checks="detail", transport="gloo").all_reduce(sample_size=module.weight.sum())
-check_replicas(module, what=["parameters"])
-record = LegacyDistributedDataParallel(module).all_reduce(metrics={"loss": 1.0})
-mean: float = record.metrics["loss"] / record.divisor
-Checks("off", uneven="raise", nonfinite="warn", divergence="ignore", same_data="allow", unsynchronized_step="allow")
-LegacyDistributedDataParallel(module, checks="on")
-LegacyDistributedDataParallel(module, transport="nearby")
-LegacyDistributedDataParallel(module).all_reduce(sample_size="3")
-check_replicas(module, what=["weights"])
-Checks("all")
-Checks(uneven="ignore")
-Checks(nonfinite="allow")
-Checks(divergence="allow")
-Checks(same_data="raise")
-Checks(unsynchronized_step="warn")
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_mypy_refuses_other_values(tmp_path: Path) -> None:
-    pytest.importorskip("mypy", reason="mypy belongs to the extra lint")
-    (tmp_path / "typed.py").write_text(_TYPED)
-
-    run = run_script("-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache"), str(tmp_path / "typed.py"), cwd=ROOT)
-
-    first = _TYPED.splitlines().index('LegacyDistributedDataParallel(module, checks="on")') + 1
-    wrong = re.findall(r"typed\.py:(\d+): error: ", run.stdout)
-    assert [int(line) for line in wrong] == list(range(first, first + 10)), run.stdout

@@ -1,6 +1,5 @@
 """What only a simulated device shows: races, waits of the host by line, a device without doubles, negative controls."""
 
-import contextlib
 from functools import partial
 from typing import Any
 
@@ -18,41 +17,50 @@ from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 from tests.helpers.small_models import wrap_on_device
 from tests.helpers.torch_versions import needs_simulation
-from tests.test_devices import ITEMS, _batches, _model, _train_in_one_process
+from tests.test_devices import SUMS, _batches, _metrics, _model, _step, _train_in_one_process
 
 pytestmark = needs_simulation
 
 
-def _train(rank: int, *, waits: bool = True, has_float64: bool = True) -> tuple[list[torch.Tensor], list[str]]:
-    """Weights and races of rank ``rank`` of 2."""
-    group = new_group()
-    group.waits, device.has_float64 = waits, has_float64
+def _train(rank: int, group: Any) -> list[torch.Tensor]:
+    """Weights of rank ``rank`` of 2."""
     model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batches in _batches()[:, rank::2].to("sim"):
-        for number, batch in enumerate(batches, 1):
-            is_last = number == len(batches)
-            with contextlib.nullcontext() if is_last else model.no_sync():
-                model(batch).pow(2).sum().backward()
-        model.all_reduce(sample_size=len(batches) * ITEMS)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [parameter.detach().cpu() for parameter in model.parameters()], device.races
+        _step(model, optimizer, batches)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def test_a_device_without_doubles_trains_alike() -> None:
-    results = run_ranks(partial(_train, has_float64=False), 2, fresh=True)
+def _trains_without_doubles(rank: int) -> tuple[list[torch.Tensor], dict[str, float], int]:
+    """The weights; the metrics of a call, and the waits in it."""
+    group = new_group()
+    device.has_float64 = False
+    weights = _train(rank, group)
+    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
+    model(torch.ones(1, 3, device="sim")).sum().backward()
+    metrics = _metrics(rank, "sim")
+    device.host_waits.clear()
+    record = model.all_reduce(metrics=metrics)
+    return weights, dict(record.metrics), sum(device.host_waits.values())
 
-    for weights, _ in results:
-        for mine, one in zip(weights, _train_in_one_process(), strict=True):
-            torch.testing.assert_close(mine, one)
+
+def test_a_device_without_doubles_trains_alike_and_its_metrics_keep_the_digits_of_integers() -> None:
+    for weights, metrics, waits in run_ranks(_trains_without_doubles, 2, fresh=True):
+        torch.testing.assert_close(weights, _train_in_one_process())
+        assert (metrics, waits) == (SUMS, 1)
+
+
+def _trains_without_waits(rank: int) -> tuple[list[torch.Tensor], list[str]]:
+    group = new_group()
+    group.waits = False
+    return _train(rank, group), device.races
 
 
 def test_waits_that_do_nothing_are_found_as_races_and_give_other_weights() -> None:
     """The negative control of the detector."""
     expected = _train_in_one_process()
 
-    for weights, races in run_ranks(partial(_train, waits=False), 2, fresh=True):
+    for weights, races in run_ranks(_trains_without_waits, 2, fresh=True):
         assert any("_call/" in race for race in races)
         assert not all(torch.allclose(mine, one) for mine, one in zip(weights, expected, strict=True))
 
@@ -67,12 +75,9 @@ def _uses_two_groups(rank: int, *, waits: bool) -> tuple[float, list[str]]:
     return tensor.item(), device.races
 
 
-def test_a_collective_follows_an_awaited_collective_of_another_group() -> None:
+def test_a_collective_follows_an_awaited_collective_of_another_group_and_without_the_wait_is_a_race() -> None:
     """The quick group reduced what the slow group had not written yet, and no race was found."""
     assert run_ranks(partial(_uses_two_groups, waits=True), 2, fresh=True) == [(2.0, [])] * 2
-
-
-def test_a_collective_on_memory_of_a_group_that_was_not_awaited_is_a_race() -> None:
     for _, races in run_ranks(partial(_uses_two_groups, waits=False), 2, fresh=True):
         assert any(race.startswith("allreduce") for race in races)
 
@@ -118,27 +123,6 @@ def test_the_generator_of_a_device_is_seeded_by_micro_batch_and_restored() -> No
 
     assert restored == [True]
     assert other == (first, True)
-
-
-def _logs_metrics(rank: int) -> tuple[dict[str, float], int]:
-    group = new_group()
-    device.has_float64 = False
-    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
-    model(torch.ones(1, 3, device="sim")).sum().backward()
-    metrics = {
-        "loss": torch.tensor(0.5 + rank, device="sim"),
-        "half": torch.tensor(1.5, dtype=torch.float16, device="sim"),
-        "items": torch.tensor(2**53 - 1 - rank, device="sim"),
-    }
-    device.host_waits.clear()
-    record = model.all_reduce(metrics=metrics)
-    return dict(record.metrics), sum(device.host_waits.values())
-
-
-def test_metrics_on_a_device_without_doubles_cost_one_wait_and_keep_the_digits_of_integers() -> None:
-    for metrics, waits in run_ranks(_logs_metrics, 2, fresh=True):
-        assert metrics == {"loss": 2.0, "half": 3.0, "items": float(2**54 - 3)}
-        assert waits == 1
 
 
 def _broadcasts_between(rank: int) -> tuple[list[str], list[float], list[float]]:

@@ -36,11 +36,6 @@ from tests.helpers.small_models import add_gradients, error_of, wrap
 # Gradient noise
 
 
-def test_noise_of_plain_calls_is_counted_in_contributions() -> None:
-    # A = (9 + 25) / 2 = 17, |g|² = 4, h = 1, N = 2: tr(Σ) = (17 - 4) / (1 - 1/2) = 26, |G|² = 4 - 26/2
-    assert estimate_noise([3, 5], [1, 1], 2) == NoiseScale(squared_norm=-9, noise=26)
-
-
 def test_noise_with_sample_sizes_is_counted_in_items() -> None:
     # |g_r| = 2, 3: A = 6.5, |g|² = 4, h = (1 + 1/3) / 2 = 2/3, N = 4: tr(Σ) = 2.5 / (5/12) = 6, |G|² = 4 - 6/4
     found = estimate_noise([2, 9], [1, 3], 2)
@@ -100,7 +95,16 @@ def test_noise_of_real_calls_takes_the_ranks_that_took_part() -> None:
             assert (ours.noise, ours.squared_norm) == pytest.approx((theirs.noise, theirs.squared_norm), rel=1e-4)
 
 
-def _too_little(rank: int) -> list[Any]:
+_REFUSED = [
+    "noise_scale() compares ranks: got 1 that took part, expected at least 2",
+    "noise_scale() compares ranks: got 0 that took part, expected at least 2",
+    "norms are missing: got those of 0 of 2 ranks, expected all; they are taken with "
+    'checks="info" on CPU, and on CUDA with Checks(nonfinite="raise") or LEGACY_DDP_CHECKS=nonfinite=raise',
+]
+
+
+@on_ranks(2, [[("ValueError", text) for text in _REFUSED]] * 2)
+def test_noise_is_refused_where_it_cannot_be_known(rank: int) -> list[Any]:
     model, blind = wrap(), wrap(checks="off")
     said = []
     for wrapped, arguments in [(model, {"skip": rank == 1}), (model, {"skip": True}), (blind, {})]:
@@ -108,17 +112,6 @@ def _too_little(rank: int) -> list[Any]:
         add_gradients(wrapped, rank + 1)
         said.append(error_of(wrapped.all_reduce(**arguments).noise_scale, 1.0))
     return said
-
-
-def test_noise_is_refused_where_it_cannot_be_known() -> None:
-    texts = [
-        "noise_scale() compares ranks: got 1 that took part, expected at least 2",
-        "noise_scale() compares ranks: got 0 that took part, expected at least 2",
-        "norms are missing: got those of 0 of 2 ranks, expected all; they are taken with "
-        'checks="info" on CPU, and on CUDA with Checks(nonfinite="raise") or LEGACY_DDP_CHECKS=nonfinite=raise',
-    ]
-
-    assert run_ranks(_too_little, 2) == [[("ValueError", text) for text in texts]] * 2
 
 
 def test_a_call_that_met_nobody_has_no_figures() -> None:
@@ -223,19 +216,15 @@ def test_a_rank_is_late_that_costs_a_good_part_of_the_step_in_half_of_the_calls(
     assert (found and found.rank) == rank
 
 
-def test_of_three_slow_ranks_that_are_last_in_turns_none_is_named() -> None:
+def test_of_three_slow_ranks_that_are_last_in_turns_none_is_named_nor_a_single_rank() -> None:
     # Each of them costs the median of the other ranks 28 or 29 ms in every call, and is the last in every third.
     fast, even = [0.03, 0.03, 0.03], (0.01,) * 6
     waits = [[0.001, 0.002, 0.002, *fast], [0.002, 0.001, 0.002, *fast], [0.002, 0.002, 0.001, *fast]]
     parts = {"data": even, "forward": even, "backward": even}
 
     assert find_late_rank([StepTimes(parts, 0.06, waited) for waited in waits * 10]) is None
-
-
-def test_a_single_rank_is_not_late() -> None:
-    step = StepTimes({"data": (1.0,), "forward": (1.0,), "backward": (1.0,)}, 3.0, (0.0,))
-
-    assert find_late_rank([step] * 20) is None
+    alone = StepTimes({"data": (1.0,), "forward": (1.0,), "backward": (1.0,)}, 3.0, (0.0,))
+    assert find_late_rank([alone] * 20) is None
 
 
 def test_of_two_ranks_the_one_that_waits_less_is_late() -> None:
@@ -327,8 +316,7 @@ def _train(
             model(torch.randn(8, 4, generator=generator)), torch.randn(8, 1, generator=generator)
         ).backward()
         model.all_reduce()
-        caught = logged_warnings.take_all()
-        said += [(call, warning.filename, warning.text) for warning in caught]
+        said += [(call, warning.filename, warning.text) for warning in logged_warnings.take_all()]
         optimizer.step()
     return said
 
@@ -344,46 +332,34 @@ def _text(call: int, ranks: str) -> str:
 
 # By the ranks that are told: their schedule, and the call.
 _SAME_DATA: dict[str, tuple[list[tuple[int, ...]], int]] = {
-    "ranks 0-1": ([(0, 0)] * CALLS, 10),
-    "ranks 0, 2": ([(0, 1, 0)] * CALLS, 10),
+    "ranks 0, 2": ([(0, 1, 0, 2)] * CALLS, 10),
     "ranks 0, 2 and on ranks 1, 3": ([(0, 1, 0, 1)] * CALLS, 10),
     # the second pair is identical from call 5 on, the first one too short
     "ranks 2-3": ([(0, 0, 1, 2)] * 4 + [(0, 0, 1, 1)] * 4 + [(0, 3, 1, 1)] * 17, 14),
-    "ranks 0-1, later": ([(0, 1)] * 7 + [(0, 0)] * 10, 17),
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_on_the_same_data_are_warned_of_once_after_ten_calls_and_by_rank_0(world_size: int) -> None:
-    cases = {ranks: case[:1] for ranks, case in _SAME_DATA.items() if len(case[0][0]) == world_size}
-    for ranks, (first, *others) in run_cases(_train, world_size, cases).items():
-        call = _SAME_DATA[ranks][1]
-        assert first == [(call, __file__, _text(call, ranks.removesuffix(", later")))]
-        assert others == [[]] * len(others)
+def test_ranks_on_the_same_data_are_warned_of_once_after_ten_calls_and_by_rank_0() -> None:
+    found = run_cases(_train, 4, {ranks: case[:1] for ranks, case in _SAME_DATA.items()})
+    for ranks, (_, call) in _SAME_DATA.items():
+        assert found[ranks] == [[(call, __file__, _text(call, ranks))], [], [], []]
 
 
-def _dead_critic(rank: int) -> list[str]:
+@on_ranks(2, [[_text(10, "ranks 0-1")], []])
+def test_ranks_with_gradients_that_do_not_depend_on_the_data_are_told_this_cause_too(rank: int) -> list[str]:
     """A critic that no data reach, with a term for its weights, on other data on each rank; the texts of warnings."""
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     nn.init.constant_(net[0].bias, -1e3)
     model = LegacyDistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    generator = torch.Generator().manual_seed(rank)
     for _ in range(CALLS):
-        optimizer.zero_grad()
         penalty = sum(parameter.square().sum() for parameter in model.parameters())
-        (model(torch.randn(8, 4, generator=generator)).mean() + penalty).backward()
+        (model(torch.full((8, 4), rank + 1.0)).mean() + penalty).backward()
         model.all_reduce()
-        optimizer.step()
-    caught = logged_warnings.take_all()
-    return [warning.text for warning in caught]
-
-
-def test_ranks_with_gradients_that_do_not_depend_on_the_data_are_told_this_cause_too() -> None:
-    (text,), others = run_ranks(_dead_critic, 2)
-
-    assert text == _text(10, "ranks 0-1")
-    assert others == []
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.05 * parameter.grad
+        model.zero_grad()
+    return logged_warnings.take()
 
 
 @on_ranks(2, [[], []])
@@ -397,16 +373,14 @@ def test_gradients_that_another_wrapper_has_reduced_are_no_sign_of_the_same_data
         norms = [[row.local_norm for row in model.all_reduce().rows] for model in models]
         assert norms[0][0] != norms[0][1]
         assert norms[1][0] == norms[1][1]
-    caught = logged_warnings.take_all()
-    return [warning.text for warning in caught]
+    return logged_warnings.take()
 
 
 _SAME = [(0, 0, 0)] * CALLS
 _NOT_THE_SAME: dict[str, tuple[Any, ...]] = {
     "different": ([(0, 1, 2)] * CALLS,),
     "dropout that differs by rank": (_SAME, 0.5),
-    "alone": ([(0,)] * CALLS,),
-    "nine calls": (([(0, 0)] * 9 + [(0, 1)]) * 3,),
+    "nine calls": (([(0, 0, 2)] * 9 + [(0, 1, 2)]) * 3,),
     # somebody is always identical to somebody, nobody to the same one for long
     "changing": (([(0, 0, 1)] * 8 + [(0, 1, 1)] * 8) * 2,),
     "allowed": (_SAME, 0.0, Checks(same_data="allow")),
@@ -414,10 +388,8 @@ _NOT_THE_SAME: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_nothing_is_said_of_ranks_that_do_not_hold_the_same_or_may(world_size: int) -> None:
-    cases = {name: case for name, case in _NOT_THE_SAME.items() if len(case[0][0]) == world_size}
-    assert run_cases(_train, world_size, cases) == dict.fromkeys(cases, [[]] * world_size)
+def test_nothing_is_said_of_ranks_that_do_not_hold_the_same_or_may() -> None:
+    assert run_cases(_train, 3, _NOT_THE_SAME) == dict.fromkeys(_NOT_THE_SAME, [[]] * 3)
 
 
 @on_ranks(2, [[((0, 1),)] * 2] * 2)  # they are identical, as they must be
@@ -434,7 +406,8 @@ def test_nothing_is_said_of_calls_that_only_repeat_what_the_last_one_left(
     return found
 
 
-def _two_warnings(rank: int) -> list[tuple[int, str]]:
+@on_ranks(3, [[(10, "ranks bring uneven work"), (10, "norms of local gradients are equal on ranks 0-1")], [], []])
+def test_two_warnings_that_meet_both_come_out(rank: int) -> list[tuple[int, str]]:
     model = wrap()
     said: list[tuple[int, str]] = []
     for call in range(1, 13):
@@ -442,16 +415,8 @@ def _two_warnings(rank: int) -> list[tuple[int, str]]:
         for _ in range(1 + (call == 10 and rank == 2)):
             add_gradients(model, call if rank < 2 else -1.5)
         model.all_reduce()
-        caught = logged_warnings.take_all()
-        said += [(call, warning.text) for warning in caught]
-    return [(call, text.split(": ")[1].split(" (")[0]) for call, text in said]
-
-
-def test_two_warnings_that_meet_both_come_out() -> None:
-    same = "norms of local gradients are equal on ranks 0-1, to the last bit, for 10 calls"
-    texts = ["ranks bring uneven work", same]
-
-    assert run_ranks(_two_warnings, 3) == [[(10, text) for text in texts], [], []]
+        said += [(call, text.split(": ")[1].split(" (")[0].split(", to")[0]) for text in logged_warnings.take()]
+    return said
 
 
 def _other_group(rank: int) -> list[str]:
@@ -462,8 +427,7 @@ def _other_group(rank: int) -> list[str]:
         model.zero_grad()
         add_gradients(model, 1 + (rank == 2))
         model.all_reduce()
-    caught = logged_warnings.take_all()
-    return [warning.text for warning in caught]
+    return logged_warnings.take()
 
 
 def test_calls_on_another_group_begin_anew() -> None:

@@ -4,12 +4,11 @@ import builtins
 import re
 import symtable
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import ROOT, python_blocks
 from tests.helpers.scripts import run_script
 
 # What the examples take as given.
@@ -56,10 +55,9 @@ def _examples() -> dict[str, str]:
     found = {}
     for page in (page.relative_to(ROOT) for page in PAGES if str(page.relative_to(ROOT)) not in FOREIGN):
         text = (ROOT / page).read_text(encoding="utf-8")
-        blocks = [block for _, block in re.findall(r"^( *)```python\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)]
         recipes = [f"print({code})" for code in re.findall(r"`(record\.metrics\[[^`\n]*)`", text)]
-        for number, source in enumerate([*blocks, *recipes]):
-            found[re.sub(r"\W", "_", str(page.with_suffix(f".{number}"))) + ".py"] = _module(textwrap.dedent(source))
+        for number, source in enumerate([*python_blocks(page), *recipes]):
+            found[re.sub(r"\W", "_", str(page.with_suffix(f".{number}"))) + ".py"] = _module(source)
     return found
 
 
@@ -98,7 +96,8 @@ import copy
 from typing import assert_type
 import legacy_ddp
 from torch import nn
-from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp.debug import check_replicas
 
 def bare(model: LegacyDistributedDataParallel) -> None:
     assert_type(model.module, nn.Module)
@@ -110,7 +109,25 @@ bare(model)  # covariant
 assert_type(legacy_ddp.debug.check_replicas(model), legacy_ddp.debug.ReplicaReport)
 other: LegacyDistributedDataParallel[nn.Sequential] = LegacyDistributedDataParallel(nn.Sequential())
 assert_type(other.module, nn.Sequential)
+module = nn.Linear(2, 1)
+LegacyDistributedDataParallel(module, checks="detail", transport="gloo").all_reduce(sample_size=module.weight.sum())
+check_replicas(module, what=["parameters"])
+mean: float = model.all_reduce(metrics={"loss": 1.0}).metrics["loss"]
+Checks("off", uneven="raise", nonfinite="warn", divergence="ignore", same_data="allow", unsynchronized_step="allow")
+"""
+# Each is an error.
+_WRONG = """\
 other = model
+LegacyDistributedDataParallel(module, checks="on")
+LegacyDistributedDataParallel(module, transport="nearby")
+model.all_reduce(sample_size="3")
+check_replicas(module, what=["weights"])
+Checks("all")
+Checks(uneven="ignore")
+Checks(nonfinite="allow")
+Checks(divergence="allow")
+Checks(same_data="raise")
+Checks(unsynchronized_step="warn")
 """
 
 
@@ -118,7 +135,7 @@ other = model
 def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What a type checker says about the examples and the module above."""
     folder = tmp_path_factory.mktemp("typed")
-    for name, source in {**_examples(), "given.pyi": GIVEN, "module.py": _MODULE}.items():
+    for name, source in {**_examples(), "given.pyi": GIVEN, "module.py": _MODULE + _WRONG}.items():
         (folder / name).write_text(source)
     return [line for line in request.param(folder).splitlines() if re.search(r"\berror: ", line)]
 
@@ -134,7 +151,8 @@ def test_a_type_checker_finds_only_excused_errors_in_the_pages(errors: list[str]
 
 @pytest.mark.slow
 @pytest.mark.thorough
-def test_a_type_checker_knows_the_class_of_the_module(errors: list[str]) -> None:
-    wrong = re.findall(r"\bmodule\.py:(\d+)", "\n".join(errors))
+def test_a_type_checker_knows_the_class_of_the_module_and_refuses_unknown_values(errors: list[str]) -> None:
+    wrong = {int(line) for line in re.findall(r"\bmodule\.py:(\d+)", "\n".join(errors))}
 
-    assert wrong == [str(len(_MODULE.splitlines()))], errors  # the last line alone
+    first = len(_MODULE.splitlines()) + 1
+    assert wrong == set(range(first, first + len(_WRONG.splitlines()))), errors

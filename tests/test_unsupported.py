@@ -43,6 +43,11 @@ def test_an_argument_of_torch_ddp_that_is_not_here_is_a_type_error_that_names_it
             "init_sync, module, process_group, reduce_dtype, reproducible, timeout_seconds, transport, world_size\n",
         ),
         (([0],), {}, "world_size is of the wrong type: got list, .* device_ids are left out"),
+        (
+            (),
+            {"device_ids": None, "find_unused_parameters": True, "chekcs": "off"},
+            r"no device_ids; .* no find_unused_parameters; .* no argument 'chekcs'; ",
+        ),
     ],
 )
 def test_an_argument_that_nobody_has_or_in_a_wrong_place_says_what_is_expected(
@@ -50,14 +55,6 @@ def test_an_argument_that_nobody_has_or_in_a_wrong_place_says_what_is_expected(
 ) -> None:
     with pytest.raises(TypeError, match=said):
         LegacyDistributedDataParallel(nn.Linear(1, 1), *positional, **named)
-
-
-@pytest.mark.usefixtures("alone")
-def test_all_arguments_that_are_not_here_are_named_at_once() -> None:
-    arguments: Any = {"device_ids": None, "find_unused_parameters": True, "chekcs": "off"}
-
-    with pytest.raises(TypeError, match=r"no device_ids; .* no find_unused_parameters; .* no argument 'chekcs'; "):
-        LegacyDistributedDataParallel(nn.Linear(1, 1), **arguments)
 
 
 def _device_ids_on_one_rank(rank: int) -> Said:
@@ -140,23 +137,17 @@ def test_a_setting_of_the_constructor_cannot_be_assigned_without_effect() -> Non
     assert repr(model) == before
 
 
-@pytest.mark.usefixtures("alone")
-def test_the_module_and_the_group_may_be_assigned_and_read() -> None:
-    model, other = LegacyDistributedDataParallel(nn.Linear(1, 1)), nn.Linear(1, 1)
-    group = model.process_group
-    model.module, model.process_group = other, group
-
-    assert (model.module, model.process_group) == (other, group)
-
-
 class _WithItsOwn(LegacyDistributedDataParallel):
     reducer = "of the subclass"
     checks = "of the subclass"
 
 
 @pytest.mark.usefixtures("alone")
-def test_attributes_of_scripts_and_of_subclasses_may_be_assigned() -> None:
-    model = _WithItsOwn(nn.Linear(1, 1))
+def test_attributes_of_scripts_and_of_subclasses_may_be_assigned_and_so_may_module_and_group() -> None:
+    model, other = _WithItsOwn(nn.Linear(1, 1)), nn.Linear(1, 1)
+    group = model.process_group
+    model.module, model.process_group = other, group
+    assert (model.module, model.process_group) == (other, group)
     model.reducer = model.checks = "assigned"
     model.device = "cpu"  # type: ignore[assignment]
     model.epoch = 3  # type: ignore[assignment]
@@ -165,16 +156,13 @@ def test_attributes_of_scripts_and_of_subclasses_may_be_assigned() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
-def test_an_optimizer_inside_backward_is_refused_before_it_steps(when: str) -> None:
+@pytest.mark.parametrize("is_before_wrapping", [True, False])
+def test_an_optimizer_inside_backward_is_refused_before_it_steps(is_before_wrapping: bool) -> None:
     module = nn.Linear(2, 1)
-    apply_in_backward = distributed_optimizers()._apply_optimizer_in_backward
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    if when == "before wrapping":
-        apply_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    model = LegacyDistributedDataParallel(module)
-    if when == "after wrapping":
-        apply_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = None if is_before_wrapping else LegacyDistributedDataParallel(module)
+    distributed_optimizers()._apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = model or LegacyDistributedDataParallel(module)
 
     with pytest.raises(UnsynchronizedStepError, match=r"call model\.all_reduce\(\) between backward\(\) and step\(\)"):
         model(torch.ones(1, 2)).sum().backward()
@@ -210,12 +198,12 @@ def test_a_sharded_parameter_is_refused_by_name_and_left_alone_if_it_is_ignored(
 
 
 @pytest.mark.usefixtures("alone")
-def test_torch_ddp_inside_the_module_is_refused() -> None:
-    said = error_of(LegacyDistributedDataParallel, nn.Sequential(DistributedDataParallel(nn.Linear(1, 1))))
-
-    assert said is not None
-    assert said[0] == "ValueError"
-    assert said[1].startswith("module contains a DistributedDataParallel, expected no wrapper; wrap the plain module")
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, LegacyDistributedDataParallel])
+def test_a_wrapper_inside_the_module_is_refused(wrapper: type[nn.Module]) -> None:
+    with pytest.raises(
+        ValueError, match=f"^module contains a {wrapper.__name__}, expected no wrapper; wrap the plain "
+    ):
+        LegacyDistributedDataParallel(nn.Sequential(nn.Linear(1, 1), wrapper(nn.Linear(1, 1))))
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,8 +1,7 @@
 """The trainer around the ancestor's class, in its order of work: the same bits here as with the ancestor's rule.
 
 The rule: each rank divides its gradients by the number of ranks, zeros in place of a missing one, and the ranks add
-them up, but for those of experts. On three ranks the division comes after the sum here, and so in the restated rule: a
-division by 3 is rounded. In memory that the ranks share they add in the order of the ranks.
+them up, but for those of experts.
 """
 
 from collections.abc import Iterator
@@ -45,17 +44,10 @@ class Ancestor(nn.Module):
         ranks = dist.get_world_size(self.process_group)
         for parameter in self.module.parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-            if hasattr(parameter, "expert"):
-                parameter.grad = grad
-            elif ranks == 2:
+            if not hasattr(parameter, "expert"):
                 grad /= ranks
                 dist.all_reduce(grad, group=self.process_group)
-                parameter.grad = grad
-            else:
-                of_ranks = [torch.empty_like(grad) for _ in range(ranks)]
-                dist.all_gather(of_ranks, grad, group=self.process_group)
-                total = sum(each.float() for each in of_ranks)
-                parameter.grad = (total / ranks).to(grad.dtype)
+            parameter.grad = grad
 
 
 class Layers(nn.Module):
@@ -188,9 +180,3 @@ CASES = {f"{freq} {dtype}": (freq, dtype) for freq in (1, 4) for dtype in ("floa
 def test_the_ancestor_s_trainer_ends_in_the_same_bits() -> None:
     for case, of_ranks in run_cases(_difference, 2, CASES).items():
         assert of_ranks == [[], []], case
-
-
-@pytest.mark.thorough
-def test_the_ancestor_s_trainer_on_three_ranks_ends_in_the_bits_of_a_sum_that_is_divided_once() -> None:
-    for case, of_ranks in run_cases(_difference, 3, CASES).items():
-        assert of_ranks == [[], [], []], case

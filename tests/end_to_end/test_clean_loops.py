@@ -2,40 +2,30 @@
 
 import math
 from collections.abc import Collection
-from functools import cache
 
 import pytest
 
 from legacy_ddp import Checks, LegacyDDPError
 from tests.helpers import clean_edits, clean_loops, logged_warnings
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import once
 from tests.helpers.tiers import count, thorough
 
 LOOPS = {**clean_loops.LOOPS, **clean_edits.LOOPS}
 # By default a rotation of digests takes 16 calls; in detail every call compares everything.
 STEPS = {"info": count(math.ceil(10_000 / len(LOOPS)), 24), "detail": count(math.ceil(10_000 / len(LOOPS)), 15)}
-# With make test: by default all loops but those that are close to another one, and in detail a loop of each kind of
-# state that a rank may hold alone.
-REPEATED = {
-    "sharpness aware",
-    "edit: in bf16",
-    "edit: absolute loss",
-    "edit: assigned",
-    "edit: by hooks after",
-    "two optimizers and one scaler",
+# With make test: in detail a loop of each kind of state that a rank may hold alone.
+IN_DETAIL = (
+    *("dropout and statistics", "sparse", "local sgd", "rank 0 looks"),
+    *("several optimizers", "joins", "ignores", "skips agreed nan"),
+)
+RUNS: dict[str, tuple[int, Checks, Collection[str]]] = {
+    "by default": (2, Checks(), [*LOOPS]),
+    "in detail": (3, Checks("detail"), IN_DETAIL),
+    "others in detail": (3, Checks("detail"), [name for name in LOOPS if name not in IN_DETAIL]),
+    "every 5": (2, Checks("detail", every=5), IN_DETAIL),
 }
-IN_DETAIL = {
-    "dropout and statistics",
-    "sparse",
-    "local sgd",
-    "rank 0 looks",
-    "several optimizers",
-    "joins",
-    "ignores",
-    "skips agreed nan",
-}
-CHOSEN = {"info": LOOPS.keys() - REPEATED, "detail": IN_DETAIL, "detail, every 5": set()}
-CHECKS = {"info": Checks(), "detail": Checks("detail"), "detail, every 5": Checks("detail", every=5)}
+THOROUGH = ("others in detail", "every 5")
 
 
 def _run_all(rank: int, checks: Checks, names: Collection[str]) -> dict[str, list[str]]:
@@ -49,22 +39,16 @@ def _run_all(rank: int, checks: Checks, names: Collection[str]) -> dict[str, lis
     return said
 
 
-@cache
-def _said(world_size: int, checks: str, *, is_chosen: bool) -> list[dict[str, list[str]]]:
-    names = [name for name in LOOPS if (name in CHOSEN[checks]) == is_chosen]
-    return run_ranks(_run_all, world_size, CHECKS[checks], names, timeout_seconds=count(3600, 240))
+@once
+def _said(run: str) -> list[dict[str, list[str]]]:
+    world_size, checks, names = RUNS[run]
+    return run_ranks(_run_all, world_size, checks, names, timeout_seconds=count(3600, 240))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, world_size, checks",
-    [
-        (name, world_size, checks) if name in CHOSEN[checks] else thorough(name, world_size, checks)
-        for world_size, checks in ((2, "info"), (3, "detail"), (2, "detail, every 5"))
-        for name in LOOPS
-    ],
+    "run, name",
+    [thorough(run, name) if run in THOROUGH else (run, name) for run, (*_, names) in RUNS.items() for name in names],
 )
-def test_nothing_is_said_of_a_healthy_training(name: str, world_size: int, checks: str) -> None:
-    found = _said(world_size, checks, is_chosen=name in CHOSEN[checks])
-
-    assert [of_rank[name] for of_rank in found] == [[]] * world_size
+def test_nothing_is_said_of_a_healthy_training(run: str, name: str) -> None:
+    assert [of_rank[name] for of_rank in _said(run)] == [[]] * RUNS[run][0]

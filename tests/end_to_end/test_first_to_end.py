@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel
-from tests.helpers.scripts import fork_script
+from tests.helpers.scripts import fork_torchrun
 from tests.helpers.tiers import thorough
 
 RANKS = 3
@@ -64,12 +64,8 @@ def _happen(fault: str, model: LegacyDistributedDataParallel) -> None:
 @pytest.mark.parametrize(
     "fault, handling, root",
     [
-        thorough("raises", "", 1),  # test_outside_under_torchrun has it beside waiting ranks
-        thorough("raises", "destroyed", 1),
-        thorough("raises", "exits", 1),
+        thorough("raises", "destroyed", 1),  # test_outside_under_torchrun has it beside waiting ranks
         thorough("is killed", "exits", 1),
-        thorough("fails in the call", "", 1),
-        thorough("fails in the call", "exits", 1),
         thorough("fails in the call", "exits later", 1),
         ("disagrees", "wrapped", 0),  # shows the traceback
     ],
@@ -77,8 +73,7 @@ def _happen(fault: str, model: LegacyDistributedDataParallel) -> None:
 def test_torchrun_names_the_rank_at_fault_as_the_root_cause_however_slowly_it_ends(
     fault: str, handling: str, root: int
 ) -> None:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
-    job = fork_script(*launch, __file__, fault, handling, forks_children=True)
+    job = fork_torchrun(RANKS, __file__, fault, handling)
 
     assert job.returncode == 1
     first = re.search(r"Root Cause.*?rank +: (\d+)", job.stderr, re.DOTALL)

@@ -78,27 +78,9 @@ def _happen(story: str, rank: int, layer: torch.nn.Linear) -> None:
         end()
 
 
-def _start(folder: Path, story: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, *_command(folder, story)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def _command(folder: Path, story: str) -> tuple[str, ...]:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
     return (*launch, __file__, str(folder), story)
-
-
-def _end(job: "subprocess.Popen[str]") -> None:
-    """Whatever is left of it; nothing is, where all went well."""
-    if job.poll() is None:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
 
 
 def _lose_one(folder: Path, number: int, victim: int, moment: str) -> bool:
@@ -136,7 +118,14 @@ def test_every_survivor_of_a_killed_rank_leaves_word(
 @pytest.mark.thorough
 @pytest.mark.parametrize("whom", ["torchrun alone", "the whole group, as a terminal does"])
 def test_ctrl_c_ends_the_job_in_seconds_and_leaves_no_process(tmp_path: Path, whom: str) -> None:
-    job = _start(tmp_path, "hang")
+    job = subprocess.Popen(
+        [sys.executable, *_command(tmp_path, "hang")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         assert job.stdout is not None
         begun = (line for line in job.stdout if line.startswith("step 3 of process "))
@@ -144,7 +133,9 @@ def test_ctrl_c_ends_the_job_in_seconds_and_leaves_no_process(tmp_path: Path, wh
         (os.kill if whom == "torchrun alone" else os.killpg)(job.pid, signal.SIGINT)
         job.communicate(timeout=CTRL_C_SECONDS)
     finally:
-        _end(job)
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

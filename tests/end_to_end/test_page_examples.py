@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import legacy_ddp
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug import check_replicas
 from tests.helpers.command import command
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import ROOT, python_blocks
 from tests.helpers.ranks import run_ranks
 
 PARTS = ("docs/debugging.md", "docs/operations.md", "docs/reference.md", "docs/guides/cross-check.md")
@@ -26,18 +25,10 @@ STEP = "optimizer.zero_grad(); run(model, batch).backward(); model.all_reduce()"
 RELEASED = re.compile(r"^## \d.*", re.MULTILINE | re.DOTALL)  # of the changelog: commands of earlier versions
 
 
-def _blocks(page: str) -> list[str]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return [
-        textwrap.dedent(block)
-        for _, block in re.findall(r"^( *)```python\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
-    ]
-
-
 def _run_blocks(rank: int, folder: str) -> None:
     """Run every block with the names that it takes as given."""
     for page in PARTS:
-        for block in _blocks(page):
+        for block in python_blocks(page):
             source = block.replace('"before"', repr(f"{folder}/before"))
             source = re.sub(r"(?<=^    )\.\.\.", STEP, source, flags=re.MULTILINE)
             exec(compile(source, page, "exec"), _given(rank, block))
@@ -82,14 +73,14 @@ def _given(rank: int, block: str) -> dict[str, Any]:
 
 
 def test_every_example_that_is_a_part_of_a_script_runs(tmp_path: Path) -> None:
-    assert [len(_blocks(page)) for page in PARTS] == [7, 1, 4, 1]
+    assert [len(python_blocks(page)) for page in PARTS] == [7, 1, 4, 1]
 
     run_ranks(_run_blocks, 2, str(tmp_path))  # raises the error of a rank
 
 
 def _divide_behind_copies(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The gradients of the copies of the page, and those of ``sample_size=``, for ranks with 4 and 12 tokens."""
-    block = next(block for block in _blocks("docs/reference.md") if "copies" in block)
+    block = next(block for block in python_blocks("docs/reference.md") if "copies" in block)
     given = {**_given(rank, ""), "tokens": 4 + 8 * rank}
     found = []
     for source in (block, "model.all_reduce(sample_size=tokens)"):

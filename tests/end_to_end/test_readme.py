@@ -1,16 +1,17 @@
-"""The example and the commands of the README."""
+"""The example and the commands of the README, and the scripts of the first page and of the tutorial."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import ROOT
-from tests.helpers.scripts import fork_ranks, fork_script
+from tests.helpers.paths import ROOT, python_blocks
+from tests.helpers.scripts import fork_ranks, fork_script, fork_torchrun
+from tests.helpers.tiers import thorough
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+EXAMPLES = python_blocks("README.md")
 
 
 def test_the_readme_s_example_runs_on_two_ranks_and_prints_what_the_page_shows(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_the_readme_s_example_runs_on_two_ranks_and_prints_what_the_page_shows(t
     count = "\nimport os\nopen(f'calls-{os.environ[\"RANK\"]}', 'w').write(str(record.call))\n"
     (tmp_path / "train.py").write_text(EXAMPLES[0] + count)
 
-    run = fork_script(*TORCHRUN, "train.py", cwd=tmp_path, forks_children=True)
+    run = fork_torchrun(2, str(tmp_path / "train.py"), cwd=tmp_path)
 
     assert run.returncode == 0, run.stderr
     assert [(tmp_path / f"calls-{rank}").read_text() for rank in range(2)] == ["20", "20"]
@@ -36,7 +37,7 @@ def test_the_readme_s_two_lines_for_a_plain_module_take_the_place_of_the_wrapper
     script = script.replace("LegacyDistributedDataParallel(torch.nn.Linear(10, 1))", "module = torch.nn.Linear(10, 1)")
     (tmp_path / "train.py").write_text(script.replace("model.all_reduce()", lines[2]))
 
-    run = fork_script(*TORCHRUN, "train.py", cwd=tmp_path, forks_children=True)
+    run = fork_torchrun(2, str(tmp_path / "train.py"), cwd=tmp_path)
 
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [shown[1]]
@@ -84,3 +85,47 @@ def test_the_command_answers_what_the_readme_shows(tmp_path: Path) -> None:
     assert found.returncode == 1, found.stderr
     printed = " ".join(found.stdout.split()).replace(f"{ROOT}/", "")  # lines end elsewhere with another path
     assert printed.startswith(" ".join(shown[1].split()))
+
+
+# The tutorial prints what its pages show
+
+DOCS = ROOT / "docs"
+PAGES = [
+    DOCS / "index.md",
+    *sorted(page for page in (DOCS / "tutorial").glob("*.md") if page.name != "index.md"),
+]
+SCRIPT = re.compile(r"^Save as `(\w+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A command, and the indented lines below.
+COMMAND = re.compile(r"^    \$ (.*)\n((?:    (?!\$).*\n)*)", re.MULTILINE)
+RANKS = re.compile(r"torchrun --standalone --nproc-per-node (\d+) (.*)")
+
+
+def _run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    ranks = RANKS.fullmatch(command)
+    if ranks:
+        return fork_ranks(int(ranks[1]), *ranks[2].split(), cwd=folder)
+    program, *words = command.split()
+    assert program == "python", command
+    return fork_script(*words, cwd=folder)
+
+
+# test_whole_script.py trains and resumes such scripts, too.
+@pytest.mark.parametrize(
+    "page",
+    [thorough(page) if page.stem in ("whole-script", "resume") else page for page in PAGES],
+    ids=lambda page: page.stem,
+)
+def test_the_scripts_of_a_page_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    scripts, commands = dict(SCRIPT.findall(text)), COMMAND.findall(text)
+    assert len(scripts) == text.count("```python")
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(script)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+
+    for command, shown in commands:
+        run = _run(command, tmp_path)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.splitlines() == [line.removeprefix("    ") for line in shown.splitlines()], command
+
+    assert all(any(name in command for command, _ in commands) for name in scripts), "a script that nobody runs"

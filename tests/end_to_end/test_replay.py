@@ -1,21 +1,19 @@
 """Does the main job end in the same bits on any number of ranks, and does a mistake show?"""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.paths import ROOT
-from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_script, fork_torchrun, load
+from tests.helpers.paths import ROOT, python_blocks
+from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_script, load
 
 REPRODUCIBLE = ("--reproducible", "--micro-batches", "4", "--batch-size", "2", "--held-out", "256")
 
 
 def test_the_page_s_loop_ends_in_the_same_weights_on_1_and_on_4_ranks(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "reproducible.md").read_text()
-    (loop,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (loop,) = python_blocks("docs/reproducible.md")
     script = tmp_path / "train.py"
     script.write_text(loop + "\nimport os, sys\ntorch.save(module.state_dict(), sys.argv[1] + os.environ['RANK'])\n")
     for world_size in (1, 4):
@@ -86,34 +84,10 @@ def test_a_reproducible_training_resumes_to_the_same_bits_on_another_number_of_r
     assert_same_bits(*states)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (
-            ("--reproducible", "--update-freq", "2"),
-            "--update-freq follows from --micro-batches and the number of ranks",
-        ),
-        (("--micro-batches", "4"), "--micro-batches is of use with --reproducible only"),
-        (("--reproducible", "--micro-batches", "9999999"), "dataset_length is less than a step"),
-    ],
-)
-def test_train_lm_refuses_what_does_not_go_together(arguments: tuple[str, ...], message: str) -> None:
-    result = fork_script(str(EXAMPLES / "train_lm.py"), *arguments)
-
-    assert result.returncode == 2
-    assert message in result.stderr.splitlines()[-1]
-
-
-def test_train_lm_lists_the_splits_that_would_work() -> None:
-    result = fork_torchrun(2, "train_lm.py", "--reproducible", "--micro-batches", "6")
-
-    assert result.returncode != 0
-    assert "got 6 on 2 ranks; splits of 6 that add in one order (ranks x each): 1 x 6, 3 x 2, 6 x 1" in result.stderr
-
-
 def test_a_recorder_takes_what_all_micro_batches_of_a_rank_add_up_to(tmp_path: Path) -> None:
     """So the mistaken rank shows in its local gradients, although ``.grad`` holds none of them."""
-    for name, script, environment in (("good", "train_lm.py", {}), ("bad", "_planted.py", _mistake())):
+    mistake = {"MISTAKE_RANK": "1", "MISTAKE_STEP": "1", "MISTAKE_PARAMETER": "gru.bias_hh_l0"}
+    for name, script, environment in (("good", "train_lm.py", {}), ("bad", "_planted.py", mistake)):
         arguments = (*REPRODUCIBLE, "--steps", "1", "--record", str(tmp_path / name))
         result = example(2, script, *arguments, environment=environment)
         assert result.returncode == 0, result.stderr
@@ -122,7 +96,3 @@ def test_a_recorder_takes_what_all_micro_batches_of_a_rank_add_up_to(tmp_path: P
     first: dict[str, Any] = json.loads(told.stdout)["first"]
     assert (first["step"], first["phase"], first["ranks"]) == (1, "local_gradients", [1])
     assert "gru.bias_hh_l0" in first["name"]
-
-
-def _mistake() -> dict[str, str]:
-    return {"MISTAKE_RANK": "1", "MISTAKE_STEP": "1", "MISTAKE_PARAMETER": "gru.bias_hh_l0"}

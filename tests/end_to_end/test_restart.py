@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers.paths import ROOT, python_blocks
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, fork_script, load
 from tests.helpers.tiers import count
 
@@ -49,6 +50,39 @@ def test_a_training_killed_at_random_moments_ends_in_the_bits_of_the_undisturbed
     assert [path.name for path in _checkpoint.checkpoints(kept / "killed")] == [last, f"step-{STEPS - 1:08d}.pt"]
     # Weights, optimizer, and every rank's random generators.
     assert_same_bits(*(load(kept / name / last) for name in ("undisturbed", "killed")))
+
+
+# Of the loop of docs/restart.md
+KILL = """    if (step, rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, 1, "0"):
+        os.kill(os.getpid(), 9)
+"""
+CALL = "    model.all_reduce()\n"
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_the_loop_of_the_page_survives_a_kill(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "restart.md").read_text(encoding="utf-8")
+    (loop,) = python_blocks("docs/restart.md")
+    assert loop.count(CALL) == 1
+    variable, launch = re.search(r"^    (TORCH_\w+=1) torchrun (.*) train\.py$", page, re.MULTILINE).groups()  # type: ignore[union-attr]  # it is there
+    states = []
+    for name, text in (("undisturbed", loop), ("killed", loop.replace(CALL, KILL + CALL))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(text)
+        run = fork_script(
+            *("-m", "torch.distributed.run", *launch.split(), str(folder / "train.py")),
+            environment=dict([variable.split("=")]),
+            cwd=folder,
+            forks_children=True,
+        )
+        assert run.returncode == 0, run.stderr
+        assert run.stderr.count("exitcode: -9") == (name == "killed"), run.stderr
+        states.append(load(folder / "checkpoint.pt"))
+
+    assert states[0]["step"] == 30
+    assert_same_bits(*states)
 
 
 # Kills itself at line n of what save_checkpoint() runs through here, for every n: forked, so that torch loads once.
@@ -154,39 +188,31 @@ def test_any_damage_to_the_newest_checkpoint_is_said_and_the_one_before_is_used(
     assert line.endswith("; trying the one before")
 
 
-def test_a_whole_checkpoint_is_used_in_silence_and_is_an_ordinary_file_of_torch(
+def test_a_whole_checkpoint_is_used_in_silence_and_one_that_cannot_be_read_is_like_a_damaged_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2):
         _checkpoint.save_checkpoint(tmp_path, step, _state(step))
 
     assert_same_bits(_checkpoint.load_checkpoint(tmp_path, {}), _state(2))
-    assert_same_bits(load(tmp_path / "step-00000002.pt"), _state(2))
+    assert_same_bits(load(tmp_path / "step-00000002.pt"), _state(2))  # an ordinary file of torch
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_checkpoint_that_cannot_be_read_is_like_a_damaged_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _checkpoint.save_checkpoint(tmp_path, 1, _state(1))
-    (tmp_path / "step-00000002.pt").mkdir()  # root may read any file
-
-    assert_same_bits(_checkpoint.load_checkpoint(tmp_path, {}), _state(1))
+    (tmp_path / "step-00000003.pt").mkdir()  # root may read any file
+    assert_same_bits(_checkpoint.load_checkpoint(tmp_path, {}), _state(2))
     assert capsys.readouterr().err == (
-        f"{tmp_path}/step-00000002.pt cannot be read: [Errno 21] Is a directory: "
-        f"'{tmp_path}/step-00000002.pt'; trying the one before\n"
+        f"{tmp_path}/step-00000003.pt cannot be read: [Errno 21] Is a directory: "
+        f"'{tmp_path}/step-00000003.pt'; trying the one before\n"
     )
 
 
-@pytest.mark.parametrize("resume", [(), ("auto",)], ids=["resume", "resume-auto"])
 def test_without_any_whole_checkpoint_a_resume_is_refused_and_every_file_is_named(
-    resume: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2):
         _checkpoint.save_checkpoint(tmp_path, step, _state(step))
     (tmp_path / "step-00000001.pt").write_bytes(b"")
     (tmp_path / "step-00000002.pt").write_bytes(b"damaged")
-    args = _lm_options.build_parser().parse_args(["--save", str(tmp_path), "--resume", *resume])
+    args = _lm_options.build_parser().parse_args(["--save", str(tmp_path), "--resume", "auto"])
 
     with pytest.raises(_checkpoint.CheckpointError, match=r"got 2 step-\*\.pt, none of them whole, expected one"):
         _lm_options.read_checkpoint(args, {})
@@ -199,11 +225,14 @@ def test_without_any_whole_checkpoint_a_resume_is_refused_and_every_file_is_name
 
 def test_resume_auto_starts_where_there_is_nothing_and_goes_on_where_there_is(tmp_path: Path) -> None:
     folder = tmp_path / "not there yet"
-    args = _lm_options.build_parser().parse_args(["--save", str(folder), "--resume", "auto"])
+    args = _lm_options.build_parser().parse_args(["--save", str(folder), "--resume", "auto", "--steps", "3"])
 
     assert _lm_options.read_checkpoint(args, {}) is None
     _checkpoint.save_checkpoint(folder, 1, _state(1))
     assert _lm_options.read_checkpoint(args, {})["step"] == 1
+    _checkpoint.save_checkpoint(folder, 4, _state(4))
+    with pytest.raises(_checkpoint.CheckpointError, match="--steps is behind the newest checkpoint: got 3"):
+        _lm_options.read_checkpoint(args, {})
 
 
 def test_of_old_checkpoints_as_many_are_kept_as_asked_for_and_newer_ones_are_left_alone(tmp_path: Path) -> None:
@@ -212,10 +241,3 @@ def test_of_old_checkpoints_as_many_are_kept_as_asked_for_and_newer_ones_are_lef
     _checkpoint.save_checkpoint(tmp_path, 4, _state(4), keep=2)  # resumed behind 9, which must be damaged
 
     assert [int(path.stem.removeprefix("step-")) for path in _checkpoint.checkpoints(tmp_path)] == [9, 4, 3]
-
-
-def test_keeping_only_one_checkpoint_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        _lm_options.build_parser().parse_args(["--keep", "1"])
-
-    assert "argument --keep: got '1', expected a whole number of at least 2" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.listening import WARN_SECONDS, Training, own_threads, run, run_silently
+from tests.helpers.listening import WARN_SECONDS, Training, own_threads, run, run_silently, said
 from tests.helpers.tiers import thorough, thorough_but
 
 # A wait just below a limit, with room for a busy machine. So long, because asking around takes a third of a second: a
@@ -29,21 +29,6 @@ SLOW_SECONDS, SLOW_LIMIT_SECONDS = 1.6, 2.0
 def _warnings_due(waits: list[float], limit_seconds: float = WARN_SECONDS) -> int:
     """How many records are allowed: one when a wait gets too long, one more whenever that has doubled."""
     return sum(1 + int(math.log2(seconds / limit_seconds)) for seconds in waits if seconds >= limit_seconds)
-
-
-# Steps
-
-
-def _ordinary_steps(rank: int, folder: Path, warn_after_seconds: float) -> None:
-    training = Training(folder, warn_after_seconds=warn_after_seconds)
-    for _ in range(500):
-        training.step()
-
-
-@pytest.mark.parametrize("world_size", [thorough(2), 3])
-@pytest.mark.parametrize("warn_after_seconds", [WARN_SECONDS, thorough(60.0)])
-def test_ordinary_steps_are_silent(world_size: int, warn_after_seconds: float, tmp_path: Path) -> None:
-    run_silently(_ordinary_steps, world_size, tmp_path, warn_after_seconds)
 
 
 def _one_is_slower(rank: int, folder: Path) -> list[float]:
@@ -77,25 +62,24 @@ def test_a_rank_that_keeps_others_waiting_for_less_than_the_limit_is_not_mention
     assert len(lines) <= _warnings_due(waits, SLOW_LIMIT_SECONDS), lines  # none, unless the machine made it late
 
 
-def _late_early_calls(rank: int, folder: Path, wrappers: int) -> list[float]:
-    trainings = [Training(folder, early_calls=0) for _ in range(wrappers)]
-    for _ in range(2):
-        for training in trainings:
-            if rank == 1:
-                time.sleep(1.4 * WARN_SECONDS)  # compilation
-            training.step()
-    assert all(seconds > WARN_SECONDS for training in trainings for seconds in training.waits) or rank == 1
-    for training in trainings:
-        for _ in range(2):
-            training.step()
-    return []
+def _late_early_calls(rank: int, folder: Path) -> list[float]:
+    """Rank 1 comes to the first two calls of two wrappers when rank 0 has said something of it."""
+    trainings = [Training(folder, early_calls=0) for _ in range(2)]
+    for training in 2 * trainings:
+        before = said(folder, 0)
+        while rank == 1 and said(folder, 0) == before:
+            time.sleep(0.02)  # compilation
+        training.step()
+    waits = [seconds for training in trainings for seconds in training.waits]
+    for training in 2 * trainings:
+        training.step()
+    return waits
 
 
-@pytest.mark.parametrize("wrappers", [thorough(1), 2])
-def test_a_long_wait_in_one_of_the_first_two_calls_of_a_wrapper_is_a_line(wrappers: int, tmp_path: Path) -> None:
-    _, lines = run(_late_early_calls, 2, tmp_path, wrappers)
+def test_a_long_wait_in_one_of_the_first_two_calls_of_a_wrapper_is_a_line(tmp_path: Path) -> None:
+    (waits, _), lines = run(_late_early_calls, 2, tmp_path)
 
-    assert len(lines) == 2 * wrappers
+    assert 4 <= len(lines) <= _warnings_due(waits), lines
     assert all(line.endswith((", in one of the first calls", ", alive", ", alive and busy")) for line in lines), lines
 
 
@@ -145,29 +129,25 @@ _OTHER_WORK = {
 }
 
 
-def _works_alone(rank: int, folder: Path, who: int, what: str) -> list[float]:
+def _works_alone(rank: int, folder: Path, what: str) -> list[float]:
     training = Training(folder)
-    if rank == who:
+    if rank == 1:
         _OTHER_WORK[what][0](training, time.monotonic() + 3.2 * WARN_SECONDS, folder)
     training.step()
     return training.waits
 
 
-@pytest.mark.parametrize("world_size, who", [thorough(2, 0), thorough(2, 1), (3, 1)])
 @pytest.mark.parametrize("what", thorough_but(["saves", "is in the debugger"], _OTHER_WORK))
-def test_a_rank_that_does_something_else_gets_a_line_that_says_what_and_no_report(
-    world_size: int, who: int, what: str, tmp_path: Path
-) -> None:
-    results, lines = run(_works_alone, world_size, tmp_path, who, what)
+def test_a_rank_that_does_something_else_gets_a_line_that_says_what_and_no_report(what: str, tmp_path: Path) -> None:
+    (waits, *_), lines = run(_works_alone, 3, tmp_path, what)
 
-    waits = results[who - 1]
     assert waits[-1] > 2 * WARN_SECONDS  # a report would be due
     assert 1 <= len(lines) <= _warnings_due(waits)
     where = _OTHER_WORK[what][1]
     for line in lines:
         assert re.fullmatch(
             rf"legacy_ddp WARNING: all_reduce\(\) call 3, phase agree: ranks have waited for \d\.\d s; "
-            rf"missing rank {who} \({where}\(\) call 2, at end_to_end/test_silence.py:\d+ in \w+"
+            rf"missing rank 1 \({where}\(\) call 2, at end_to_end/test_silence.py:\d+ in \w+"
             r"(, inside \S+ in \w+)?, "
             r"on host \S+\), alive( and busy)?",
             line,
@@ -190,7 +170,7 @@ def _leave_in_order(rank: int, folder: Path, order: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
-@pytest.mark.parametrize("order", [(0, 1, 2), thorough((2, 1, 0)), thorough((1, 0, 2))])
+@pytest.mark.parametrize("order", [(0, 1, 2), thorough((2, 1, 0))])
 def test_ranks_that_leave_one_after_the_other_are_not_missed(order: tuple[int, ...], tmp_path: Path) -> None:
     run_silently(_leave_in_order, 3, tmp_path, order)
 

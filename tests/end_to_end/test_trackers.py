@@ -1,7 +1,6 @@
 """The recipes of docs/logging.md for trackers, run with the trackers themselves on two ranks."""
 
 import json
-import re
 import textwrap
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import python_blocks
 from tests.helpers.scripts import fork_ranks
 
 _TRACKERS = ("tensorboard", "wandb", "opentelemetry", "prometheus_client")
@@ -19,9 +18,6 @@ pytestmark = [
     pytest.mark.skipif(bool(_MISSING), reason="needs the extra legacy_ddp[trackers]"),
 ]
 
-_RECIPES = re.findall(
-    r"^```python\n(.*?)^```$", (ROOT / "docs" / "logging.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-)
 _LOOP = """
 import json, warnings
 import torch
@@ -44,7 +40,11 @@ dist.destroy_process_group()
 
 def _recipe(module: str) -> str:
     """The recipe that imports ``module``."""
-    (found,) = [recipe for recipe in _RECIPES if f"from {module} " in recipe or f"import {module}\n" in recipe]
+    (found,) = [
+        recipe
+        for recipe in python_blocks("docs/logging.md")
+        if f"from {module} " in recipe or f"import {module}\n" in recipe
+    ]
     return found
 
 

@@ -1,6 +1,6 @@
-"""Is a host that vanishes from the network in mid-training named by the ranks of the others?
+"""Hosts whose network vanishes in mid-training, which the others name, or is slow, of which nobody speaks.
 
-Run as a script, this file is one rank: `test_vanished_host.py FOLDER`.
+Run as a script, this file is one rank: `test_vanished_host.py FOLDER [slow]`.
 """
 
 import json
@@ -20,6 +20,7 @@ from tests.helpers.ranks import slowness
 
 TIMEOUT_SECONDS = 6.0
 STEPS_BEFORE = 5
+SLOW_MBIT, SLOW_STEPS = 1.0, 3
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,5 +85,45 @@ def test_the_report_names_the_host_that_vanished(vanishes: int, tmp_path: Path) 
         assert sum(f"host-{1 - host}" in log for log in logs) == 1
 
 
+def test_a_slow_link_between_hosts_is_neither_an_error_nor_a_warning(tmp_path: Path) -> None:
+    with Hosts(2, rate_mbit=SLOW_MBIT) as hosts:
+        hosts.torchrun(__file__, str(tmp_path), "slow", nproc_per_node=2).wait(120.0)
+
+    weights, log = zip(*(torch.load(tmp_path / str(rank), weights_only=True) for rank in range(4)), strict=True)
+    expected = _net()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(SLOW_STEPS):
+        optimizer.zero_grad()
+        expected(torch.cat([_batch(rank, step) for rank in range(4)])).square().mean().backward()
+        optimizer.step()
+    for weight in weights:
+        torch.testing.assert_close(weight, expected.weight.detach())
+    assert set(log) == {""}
+
+
+def _net() -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(32, 32)
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _train_slowly(folder: Path) -> None:
+    rank = os.environ["RANK"]
+    logging.basicConfig(filename=folder / f"log-{rank}", level=logging.WARNING)
+    dist.init_process_group("gloo")
+    model = LegacyDistributedDataParallel(_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(SLOW_STEPS):
+        optimizer.zero_grad()
+        model(_batch(int(rank), step)).square().mean().backward()
+        model.all_reduce()
+        optimizer.step()
+    torch.save((model.module.weight.detach(), (folder / f"log-{rank}").read_text()), folder / rank)
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    _train(Path(sys.argv[1]))
+    (_train_slowly if "slow" in sys.argv[2:] else _train)(Path(sys.argv[1]))

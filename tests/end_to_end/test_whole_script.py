@@ -3,7 +3,6 @@
 import importlib
 import subprocess
 import sys
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,33 +16,32 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, load
-from tests.helpers.tiers import thorough
 
 EPOCHS, BATCH_SIZE, UPDATE_FREQ = 3, 16, 3  # 600 images: the last step of an epoch has fewer micro-batches
 SETTINGS = ("--batch-size", str(BATCH_SIZE), "--update-freq", str(UPDATE_FREQ), "--amp")
 
 
-def _run(world_size: int, path: Path, *arguments: str, epochs: int = EPOCHS) -> subprocess.CompletedProcess[str]:
+def _run(path: Path, *arguments: str, epochs: int = EPOCHS) -> subprocess.CompletedProcess[str]:
     end = ("--epochs", str(epochs), "--checkpoint", str(path))
-    run = example(world_size, "whole_script.py", *SETTINGS, *end, *arguments)
+    run = example(2, "whole_script.py", *SETTINGS, *end, *arguments)
     assert (run.returncode, run.stderr) == (0, "")
     return run
 
 
-@pytest.fixture(scope="module", params=[thorough(1), 2], ids=["1-rank", "2-ranks"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
-    """World size, checkpoint and output of a run that nothing interrupted."""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """Checkpoint and output of a run on two ranks that nothing interrupted."""
     path = tmp_path_factory.mktemp("whole") / "new folder" / "whole.pt"
-    run = _run(request.param, path)
-    return request.param, load(path), run.stdout
+    run = _run(path)
+    return load(path), run.stdout
 
 
 def test_the_whole_script_resumes_to_the_same_bits(whole: Any, tmp_path: Path) -> None:
-    world_size, undisturbed, output = whole
-    first = _run(world_size, tmp_path / "parts.pt", epochs=1)
+    undisturbed, output = whole
+    first = _run(tmp_path / "parts.pt", epochs=1)
     before = load(tmp_path / "parts.pt")
 
-    second = _run(world_size, tmp_path / "parts.pt")
+    second = _run(tmp_path / "parts.pt")
 
     assert_same_bits(load(tmp_path / "parts.pt"), undisturbed)
     assert first.stdout + second.stdout == output
@@ -51,44 +49,43 @@ def test_the_whole_script_resumes_to_the_same_bits(whole: Any, tmp_path: Path) -
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("whole", [2], indirect=True, ids=["2-ranks"])
 def test_the_whole_script_ends_in_the_same_bits_when_it_is_compiled(whole: Any, tmp_path: Path) -> None:
-    _, uncompiled, output = whole
+    uncompiled, output = whole
 
-    run = _run(2, tmp_path / "compiled.pt", "--compile", "eager")
+    run = _run(tmp_path / "compiled.pt", "--compile", "eager")
 
     assert run.stdout == output
     assert_same_bits(load(tmp_path / "compiled.pt"), uncompiled)
 
 
-@pytest.mark.parametrize("world_size", [thorough(1), 2])  # a sum of two has a single rounding
 def test_the_whole_script_ends_as_one_process_in_plain_torch_that_reads_the_batches_of_all_ranks(
-    world_size: int, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    _run(world_size, tmp_path / "ranks.pt", "--dropout", "0")
+    _run(tmp_path / "ranks.pt", "--dropout", "0")
     found = load(tmp_path / "ranks.pt")
 
-    (expected,) = run_ranks(partial(_alone, shares=world_size), 1)
+    (expected,) = run_ranks(_alone, 1)
 
     assert set(expected) < set(found)
     for name, state in expected.items():
-        assert_same_bits(found[name], state, name)
+        assert_same_bits(found[name], state, name)  # a sum of two has a single rounding
 
 
-def _alone(rank: int, shares: int) -> dict[str, Any]:
+def _alone(rank: int) -> dict[str, Any]:
     """Without legacy_ddp, GradScaler and communication: one process does the work of each rank in turn.
 
     A micro-batch is the one of the rank, because BatchNorm normalises with the statistics of a micro-batch. The running
     statistics are those of the first share, as the script takes the statistics of rank 0.
     """
-    script = _script()
+    sys.path.append(str(EXAMPLES))
+    script = importlib.import_module("whole_script")
     torch.manual_seed(rank)
     module = script.make_module(dropout=0.0)
     ema = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(script.EMA_DECAY))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     data = script.make_data(600, seed=1)
-    samplers = [DistributedSampler(data, shares, share, seed=0) for share in range(shares)]
+    samplers = [DistributedSampler(data, 2, share, seed=0) for share in range(2)]
     for epoch in range(EPOCHS):
         for sampler in samplers:
             sampler.set_epoch(epoch)
@@ -122,8 +119,3 @@ def _step(module: nn.Module, shares: list[list[list[torch.Tensor]]]) -> None:
         sums = [total + parameter.grad for total, parameter in zip(sums, module.parameters(), strict=True)]
     for parameter, total in zip(module.parameters(), sums, strict=True):
         parameter.grad = total / count
-
-
-def _script() -> Any:
-    sys.path.append(str(EXAMPLES))
-    return importlib.import_module("whole_script")

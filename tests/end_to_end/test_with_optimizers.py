@@ -33,11 +33,33 @@ def _clipped(side: Side, rank: int) -> State:
     return {**weights(model), "norms": torch.stack(norms)}
 
 
+def _scaled(side: Side, rank: int) -> State:
+    """A GradScaler; rank 1 overflows in step 3, which all ranks leave out."""
+    model = side.wrap(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales = []
+    for step, batch in enumerate(batches(rank)):
+        before = [p.detach().clone() for p in model.parameters()]
+        side.backward(model, scaler.scale(loss_of(model, batch) * (torch.inf if step == 3 and rank else 1.0)))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        if side.calls:
+            is_left_out = all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+            assert is_left_out == (step == 3)
+        optimizer.zero_grad()
+    assert not side.calls or scales == [1024.0, 2048.0, 2048.0, 1024.0, 1024.0, 2048.0]
+    return weights(model)
+
+
 def _line_search(side: Side, rank: int) -> State:
     """LBFGS asks for loss and gradients several times a step; all ranks must ask equally often."""
     model = side.wrap(net())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, line_search_fn="strong_wolfe")
-    for batch in batches(rank, 3):
+    for batch in batches(rank):
 
         def closure(batch: torch.Tensor = batch) -> float:
             optimizer.zero_grad()
@@ -115,6 +137,7 @@ def _post_local_sgd(side: Side, rank: int) -> State:
 
 LOOPS = {
     "clip_grad_norm_": _clipped,
+    "GradScaler": _scaled,
     "LBFGS": _line_search,
     "SparseAdam": _sparse_adam,
     "EMA": partial(_averaged, ema=True),

@@ -58,9 +58,7 @@ def _load(rank: int, side: Side, folder: Path) -> State:
 OURS, DDP = Side(ours=True), Side(ours=False)
 
 
-@pytest.mark.parametrize(
-    "saved, loaded", [thorough(OURS, OURS), thorough(OURS, DDP), (DDP, OURS)], ids=["here", "to DDP", "from DDP"]
-)
+@pytest.mark.parametrize("saved, loaded", [thorough(OURS, DDP), (DDP, OURS)], ids=["to DDP", "from DDP"])
 def test_a_distributed_checkpoint_of_the_module_goes_on_to_the_same_bits(
     saved: Side, loaded: Side, tmp_path: Path
 ) -> None:

@@ -19,9 +19,16 @@ from tests.helpers.clean_edits import SIZE, Loop, draw, make_net, run_backward, 
 from tests.helpers.small_models import Words
 
 
-def _plain(rank: int, checks: Checks, steps: int, module: Callable[[], nn.Module] = make_net, **options: Any) -> None:
+def _plain(
+    rank: int,
+    checks: Checks,
+    steps: int,
+    module: Callable[[], nn.Module] = make_net,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> None:
     model = LegacyDistributedDataParallel(module(), checks=checks, **options)
-    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, steps)
+    train(model, optimizer(model.parameters(), lr=1e-3), rank, steps)
 
 
 def _with_norm() -> nn.Module:
@@ -46,11 +53,6 @@ class _Statistic(nn.Module):
         if self.training:
             self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
         return x
-
-
-def _sparse(rank: int, checks: Checks, steps: int) -> None:
-    model = LegacyDistributedDataParallel(Words(), checks=checks)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, steps)
 
 
 def _scaler(rank: int, checks: Checks, steps: int) -> None:
@@ -119,12 +121,6 @@ def _thaw(rank: int, checks: Checks, steps: int) -> None:
     train(model, optimizer, rank, steps // 2)
     model.module.requires_grad_(True)
     train(model, optimizer, rank, steps // 2)
-
-
-def _optimizer_kinds(rank: int, checks: Checks, steps: int) -> None:
-    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        model = LegacyDistributedDataParallel(make_net(), checks=checks)
-        train(model, torch.optim.AdamW(model.parameters(), **options), rank, steps // 3)
 
 
 def _rank_0_looks(rank: int, checks: Checks, steps: int) -> None:
@@ -245,12 +241,6 @@ def _reproducible(rank: int, checks: Checks, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _ignores(rank: int, checks: Checks, steps: int) -> None:
-    """Experts of each rank's own."""
-    model = LegacyDistributedDataParallel(make_net(), checks=checks, ignore=["2.weight", "2.bias"])
-    train(model, torch.optim.AdamW(model.parameters()), rank, steps)
-
-
 def _function_form(rank: int, checks: Checks, steps: int) -> None:
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -260,17 +250,6 @@ def _function_form(rank: int, checks: Checks, steps: int) -> None:
         all_reduce_gradients(net)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _clamps(rank: int, checks: Checks, steps: int) -> None:
-    model = LegacyDistributedDataParallel(make_net(), checks=checks)
-
-    def clamp(_: int) -> None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.clamp_(-0.1, 0.1)
-
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, steps, stepped=clamp)
 
 
 def _skips_agreed_nan(rank: int, checks: Checks, steps: int) -> None:
@@ -317,15 +296,15 @@ LOOPS: dict[str, Loop] = {
     "dropout and statistics": partial(_plain, module=_with_norm),
     "weight norm and spectral norm": partial(_plain, module=_reparametrised),
     "a statistic of its own": partial(_plain, module=lambda: make_net(_Statistic())),
+    "sparse": partial(_plain, module=Words, optimizer=torch.optim.SGD),
+    "ignores": partial(_plain, ignore=["2.weight", "2.bias"]),  # experts of each rank's own
     **{
         function.__name__.strip("_").replace("_", " "): function
         for function in (
-            _sparse,
             _scaler,
             _averages,
             _local_sgd,
             _thaw,
-            _optimizer_kinds,
             _rank_0_looks,
             _looks_before_the_step,
             _gan,
@@ -335,9 +314,7 @@ LOOPS: dict[str, Loop] = {
             _uneven,
             _joins,
             _reproducible,
-            _ignores,
             _function_form,
-            _clamps,
             _skips_agreed_nan,
             _sharpness_aware,
         )

@@ -24,13 +24,10 @@ class Injection:
     ``place``: where it raised, empty if fewer bytecodes ran.
     """
 
-    def __init__(
-        self, functions: Iterable[object], number: int, error: Callable[[], BaseException] = Interrupt
-    ) -> None:
+    def __init__(self, functions: Iterable[object], number: int) -> None:
         self.place = ""
         self._codes = {code for function in functions for code in _codes(function)}
         self._left = number
-        self._error = error
 
     def __enter__(self) -> "Injection":
         sys._getframe().f_trace_opcodes = True  # in Python 3.12 a first frame must have it before settrace()
@@ -54,7 +51,7 @@ class Injection:
                 sys.settrace(None)
                 code = frame.f_code
                 self.place = f"{code.co_qualname}, line {frame.f_lineno}, bytecode {frame.f_lasti}"
-                raise self._error()
+                raise Interrupt
         return self._step
 
 

@@ -3,14 +3,15 @@
 import logging
 from typing import NamedTuple
 
-COMMAND = "meaning and next step: legacy-ddp explain "
+_COMMAND = "meaning and next step: legacy-ddp explain "
 
 
 class Told(NamedTuple):
-    """A warning, and the file of the script in its record."""
+    """A warning, the file of the script in its record, and the section of its command."""
 
     text: str
     filename: str
+    section: str
 
 
 class _Handler(logging.Handler):
@@ -19,14 +20,14 @@ class _Handler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.told: list[Told] = []
-        self.sections: list[str] = []  # that the commands name
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "event", None) == "warning":
             text, _, last = record.getMessage().rpartition("\n")
-            text = without_line(text) if last.startswith(COMMAND) else f"without a command: {text}"
-            self.told.append(Told(text, record.pathname))
-            self.sections.append(last.removeprefix(COMMAND))
+            before, _, place = text.rpartition("\n")  # such as "at train.py:12 in main"
+            text = before if place.startswith("at ") else text
+            text = text if last.startswith(_COMMAND) else f"without a command: {text}"
+            self.told.append(Told(text, record.pathname, last.removeprefix(_COMMAND)))
 
 
 _handler = _Handler()
@@ -47,18 +48,6 @@ def take() -> list[str]:
 def take_all() -> list[Told]:
     told, _handler.told = _handler.told, []
     return told
-
-
-def sections() -> list[str]:
-    """The sections that their commands name, since the last call of this function."""
-    found, _handler.sections = _handler.sections, []
-    return found
-
-
-def without_line(text: str) -> str:
-    """``text`` without its last line, ``at train.py:12 in main``."""
-    before, _, last = text.rpartition("\n")
-    return before if last.startswith("at ") else text
 
 
 def assert_nothing_left() -> None:

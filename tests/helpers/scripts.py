@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -24,20 +25,39 @@ from tests.helpers.paths import ROOT
 # Python scripts run in children of the fork server, which has torch loaded: a start costs a tenth of a new Python
 
 
+_ENDS = {1: ".output", 2: ".errors"}
+
+
 @dataclass(frozen=True)
-class Script:
-    """What a child runs: see :func:`fork_scripts`."""
+class _Script:
+    """What a child runs: see :func:`fork_scripts`. ``said``: the file of its output, without the suffix."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     cwd: str
-    output: str
-    errors: str
+    said: str
     forks_children: bool = False
     preloaded: tuple[str, ...] = ()
 
+    def run(self) -> NoReturn:
+        """Child: become the script."""
+        for end, suffix in _ENDS.items():
+            file = os.open(self.said + suffix, os.O_WRONLY | os.O_APPEND)
+            os.dup2(file, end)
+            os.close(file)
+        enter(self.environment, self.cwd)
+        for module in self.preloaded:
+            importlib.import_module(module)
+        if self.forks_children:
+            fork_children()
+        run_and_leave(self.command)
 
-def run_forked(scripts: Sequence[Script], limit_seconds: float, *, end_together: bool) -> list[int]:
+    def completed(self, code: int) -> subprocess.CompletedProcess[str]:
+        said = (Path(self.said + suffix).read_text() for suffix in _ENDS.values())
+        return subprocess.CompletedProcess(self.command, code, *said)
+
+
+def _run(scripts: Sequence[_Script], limit_seconds: float, *, end_together: bool) -> list[int]:
     """The exit codes of scripts that run at the same time.
 
     ``end_together``: after a failure the others get SIGTERM.
@@ -45,13 +65,15 @@ def run_forked(scripts: Sequence[Script], limit_seconds: float, *, end_together:
     Raises:
         subprocess.TimeoutExpired: not all ended in time; all got SIGTERM, and were killed if that did not end them.
     """
-    processes = [fork_server().Process(target=_run, args=(script,)) for script in scripts]
+    for script, suffix in product(scripts, _ENDS.values()):
+        Path(script.said + suffix).touch()
+    processes = [fork_server().Process(target=script.run) for script in scripts]
     for process in processes:
         process.start()
     try:
         if not _await(processes, limit_seconds, end_together):
             _end(processes)
-            raise subprocess.TimeoutExpired(scripts[0].command, limit_seconds, Path(scripts[0].output).read_bytes())
+            raise subprocess.TimeoutExpired(scripts[0].command, limit_seconds, scripts[0].completed(1).stdout.encode())
     finally:
         for process in processes:
             process.kill()
@@ -84,20 +106,7 @@ def _end(processes: Sequence[ForkServerProcess]) -> None:
         process.join(max(0.0, give_up - time.monotonic()))
 
 
-def _run(script: Script) -> NoReturn:
-    """Child: become the script."""
-    for path, end in ((script.output, 1), (script.errors, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, end)
-        os.close(file)
-    enter(script.environment, script.cwd)
-    for module in script.preloaded:
-        importlib.import_module(module)
-    if script.forks_children:
-        fork_children()
-    run_and_leave(script.command)
-
-
+_SETTINGS = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 EXAMPLES = ROOT / "examples"
 LIMIT_SECONDS = 300  # several times what the longest takes: other tests run beside it
 
@@ -113,7 +122,7 @@ def run_script(
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
-        env=_settings(environment),
+        env={**os.environ, **_SETTINGS, **(environment or {})},
         capture_output=True,
         text=True,
         timeout=limit_seconds,
@@ -148,11 +157,18 @@ def fork_scripts(
     """
     with tempfile.TemporaryDirectory() as folder:
         scripts = [
-            _script(command, variables, cwd, Path(folder, str(number)), forks_children, preloaded)
+            _Script(
+                command,
+                {**os.environ, **_SETTINGS, **variables},
+                str(cwd),
+                f"{folder}/{number}",
+                forks_children,
+                preloaded,
+            )
             for number, (command, variables) in enumerate(zip(commands, environments, strict=True))
         ]
-        codes = run_forked(scripts, limit_seconds, end_together=False)
-        return [_completed(script, code) for script, code in zip(scripts, codes, strict=True)]
+        codes = _run(scripts, limit_seconds, end_together=False)
+        return [script.completed(code) for script, code in zip(scripts, codes, strict=True)]
 
 
 def fork_ranks(
@@ -166,38 +182,13 @@ def fork_ranks(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests"}
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    job |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     places = [dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world_size)]
     with tempfile.TemporaryDirectory() as folder:
-        scripts = [
-            _script(command, {**job, **sizes, **place, **(environment or {})}, cwd, Path(folder, "all"))
-            for place in places
-        ]
-        codes = run_forked(scripts, limit_seconds, end_together=True)
-        return _completed(scripts[0], next((code for code in codes if code), 0))
-
-
-def _script(
-    command: tuple[str, ...],
-    variables: Mapping[str, str],
-    cwd: Path,
-    said: Path,
-    forks_children: bool = False,
-    preloaded: tuple[str, ...] = (),
-) -> Script:
-    output, errors = said.with_suffix(".output"), said.with_suffix(".errors")
-    output.touch()
-    errors.touch()
-    return Script(command, _settings(variables), str(cwd), str(output), str(errors), forks_children, preloaded)
-
-
-def _completed(script: Script, code: int) -> subprocess.CompletedProcess[str]:
-    said = (Path(path).read_text() for path in (script.output, script.errors))
-    return subprocess.CompletedProcess(script.command, code, *said)
-
-
-def _settings(more: Mapping[str, str] | None) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(more or {})}
+        variables = {**os.environ, **_SETTINGS, **job, **(environment or {})}
+        scripts = [_Script(command, {**variables, **place}, str(cwd), f"{folder}/all") for place in places]
+        codes = _run(scripts, limit_seconds, end_together=True)
+        return scripts[0].completed(next((code for code in codes if code), 0))
 
 
 def heed_ctrl_c() -> None:
@@ -206,7 +197,7 @@ def heed_ctrl_c() -> None:
 
 
 def fork_torchrun(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """One of the examples on several ranks, as a user starts it, but torchrun and its ranks are forked."""
+    """An example, or a script by its whole path, as a user starts it, but torchrun and its ranks are forked."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
     return fork_script(*launcher, str(EXAMPLES / script), *arguments, forks_children=True, **options)
 
