@@ -91,11 +91,11 @@ class Page:
 
 
 @contextmanager
-def open_browser(width: int = 1280, height: int = 1000) -> Iterator[webdriver.Chrome]:
+def open_browser() -> Iterator[webdriver.Chrome]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = webdriver.ChromeOptions()
         options.binary_location = str(shutil.which("chromium"))
-        for switch in (*_SWITCHES, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+        for switch in (*_SWITCHES, f"--user-data-dir={profile}", "--window-size=1280,1000"):
             options.add_argument(switch)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         driver = webdriver.Chrome(options, Service(executable_path=shutil.which("chromedriver")))

@@ -1,7 +1,7 @@
 """Faults in the computation of a rank, as a cross-check sees them, each with a twin without fault."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -38,13 +38,13 @@ def observe(report: CrossCheckReport) -> Seen:
     return Seen(report.verdict, report.ranks, report.stage, report.module, report.operation, elements, str(report))
 
 
-def seen_by_all(scenes: Sequence[str], world_size: int, *guilty: int) -> SharedOutcomes[Seen]:
-    """The reports of all ranks for each scene."""
-    return SharedOutcomes(run_ranks(partial(_observe_all, tuple(scenes), guilty), world_size))
+def seen_by_all(scenes: Mapping[str, Sequence[int]], world_size: int) -> SharedOutcomes[Seen]:
+    """The reports of all ranks. ``scenes``: with the guilty ranks of each."""
+    return SharedOutcomes(run_ranks(partial(_observe_all, dict(scenes)), world_size))
 
 
-def _observe_all(scenes: Sequence[str], guilty: Sequence[int], rank: int) -> dict[str, Seen]:
-    return {name: observe(SCENES[name](rank in guilty, rank)) for name in scenes}
+def _observe_all(scenes: Mapping[str, Sequence[int]], rank: int) -> dict[str, Seen]:
+    return {name: observe(SCENES[name](rank in guilty, rank)) for name, guilty in scenes.items()}
 
 
 class _Kernels:
@@ -115,9 +115,6 @@ def flip(tensor: torch.Tensor, place: tuple[int, ...] = (1, 2), bit: int = 20) -
     return tensor
 
 
-# Kernels
-
-
 def _kernel_always(make: Callable[[], nn.Module], guilty: bool, rank: int) -> CrossCheckReport:
     with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
         return check(Net(make()), rank)
@@ -179,14 +176,11 @@ class _ManySums(nn.Module):
         return inputs * self.numbers.sum()
 
 
-# Settings and code
-
-
-def _threads(make: Callable[[], nn.Module], guilty: bool, rank: int) -> CrossCheckReport:
+def _threads(guilty: bool, rank: int) -> CrossCheckReport:
     before = torch.get_num_threads()
     torch.set_num_threads(2 if guilty else 1)
     try:
-        return check(Net(make()), rank)
+        return check(Net(_ManySums()), rank)
     finally:
         torch.set_num_threads(before)
 
@@ -250,66 +244,23 @@ class _Extra(nn.Module):
         return (inputs.clamp(max=0.5) if self.has_extra else inputs).tanh()
 
 
-class _Accumulating(nn.Module):
-    """Adds many rows into few, whose order depends on the threads."""
+class ManyModules(nn.Module):
+    """Tied weights, sparse gradients, unused and frozen parameters, a recurrent layer, both kinds of checkpoint."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-        self.register_buffer("rows", torch.randint(50, (200_000,), generator=generator))
-        self.register_buffer("values", torch.randn(200_000, 16, generator=generator))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs * self.sums().mean(0)
-
-    def sums(self) -> torch.Tensor:
-        return torch.zeros(50, 16).index_put_((self.rows,), self.values, accumulate=True)
-
-
-# Silent
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())
-        self.use_reentrant = use_reentrant
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, inputs, use_reentrant=self.use_reentrant)
-
-
-class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
         self.down.weight = self.up.weight
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(inputs))
-
-
-class _Looked(nn.Module):
-    """An embedding with sparse gradients, some of its rows twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 16, sparse=True)
-        self.unused = nn.Linear(1, 1)
+        self.table, self.unused = nn.Embedding(5, 16, sparse=True), nn.Linear(1, 1)
         self.frozen = nn.Linear(16, 16).requires_grad_(False)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        rows = inputs[:, 0].detach().abs().mul(3).long().clamp(max=4)
-        return self.frozen(inputs) + self.table(rows)
-
-
-class _Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
         self.gru = nn.GRU(4, 4, batch_first=True, dropout=0.1, num_layers=2)
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.gru(inputs.view(-1, 4, 4))[0].reshape(-1, 16)
+        rows = inputs[:, 0].detach().abs().mul(3).long().clamp(max=4)  # some of them twice
+        hidden = self.frozen(self.down(self.up(inputs))) + self.table(rows)
+        hidden = self.gru(hidden.view(-1, 4, 4))[0].reshape(-1, 16)
+        return checkpoint(self.inner, checkpoint(self.inner, hidden, use_reentrant=False), use_reentrant=True)
 
 
 def _trained_batch_norm(guilty: bool, rank: int) -> CrossCheckReport:
@@ -336,18 +287,9 @@ def _accumulated(guilty: bool, rank: int) -> CrossCheckReport:
     return report
 
 
-def _plainly(make: Callable[[], nn.Module], guilty: bool, rank: int) -> CrossCheckReport:
-    return check(Net(make()), rank)
-
-
 SILENT: dict[str, Callable[[bool, int], CrossCheckReport]] = {
-    "dropout": partial(_plainly, nn.Tanh),
     "BatchNorm": _trained_batch_norm,
-    "checkpoint": partial(_plainly, partial(_Checkpointed, use_reentrant=False)),
-    "reentrant checkpoint": partial(_plainly, partial(_Checkpointed, use_reentrant=True)),
-    "tied weights": partial(_plainly, _Tied),
-    "sparse embedding": partial(_plainly, _Looked),
-    "recurrent": partial(_plainly, _Recurrent),
+    "modules": lambda _, rank: check(Net(ManyModules()), rank),
     "accumulation": _accumulated,
     "autocast everywhere": partial(_autocast, everywhere=True),
     "without wrapper": lambda _, rank: cross_check(Net(nn.Tanh()), loss_of, batch_of(rank)),
@@ -361,13 +303,12 @@ FAULTS: dict[str, Callable[[bool, int], CrossCheckReport]] = {
     "kernel not capturable": partial(_kernel_always, _NotCapturable),
     "kernel in backward": partial(_kernel_always, BackwardDouble),
     "patched function": _patched_function,
-    "threads": partial(_threads, _ManySums),
+    "threads": _threads,
     "autocast": _autocast,
     "seeded": _seeded,
     "eval": _eval,
     "stale cache": lambda guilty, rank: check(Net(Cached(1.0 + guilty)), rank),
     "thread": lambda guilty, rank: check(Net(_WrittenByAThread(5.0 if guilty else None)), rank),
     "extra operation": lambda guilty, rank: check(Net(_Extra(guilty)), rank),
-    "threads without order": partial(_threads, _Accumulating),
 }
 SCENES = {**SILENT, **FAULTS}

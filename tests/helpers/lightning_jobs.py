@@ -25,22 +25,10 @@ from legacy_ddp._torch import group_timeout
 from legacy_ddp.lightning import LegacyDDPStrategy
 from tests.helpers.lightning_scenarios import QUIET, RANKS, Result, Story, run_stories
 
-# What do the tests of Lightning train, and how? Small modules, each with one thing that may go another way
-
-
 FEATURES = 6
 CLASSES = 3
 BATCH_SIZE = 4
 TRAINER = {"accelerator": "cpu", "devices": RANKS, **QUIET}
-# What the wrapper takes by keyword but for ``ignore``, each other than its default.
-ARGUMENTS: dict[str, Any] = {
-    "buffer_size": 7,
-    "init_sync": False,
-    "gradient_as_bucket_view": False,
-    "reduce_dtype": torch.bfloat16,
-    "checks": Checks(nonfinite="raise"),
-    "timeout_seconds": 90.0,
-}
 
 
 def make_data(batches: int) -> DataLoader[tuple[torch.Tensor, ...]]:
@@ -58,9 +46,9 @@ def fit(strategy: Any, module: pl.LightningModule, *, batches: int = 6, **option
     return trainer
 
 
-def draw(module: nn.Module, rank: int) -> float:
+def draw(module: nn.Module) -> float:
     """Give it weights of this rank's own; their sum."""
-    torch.manual_seed(rank + 1)
+    torch.manual_seed(dist.get_rank() + 1)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     return total(module)
@@ -70,7 +58,7 @@ def total(module: nn.Module) -> float:
     return sum(float(parameter.sum()) for parameter in module.parameters())
 
 
-def state(module: pl.LightningModule) -> Result:
+def state(module: nn.Module) -> Result:
     return {key: value.clone() for key, value in module.state_dict().items()}
 
 
@@ -96,6 +84,7 @@ class Plain(pl.LightningModule):
     def evaluate(self, batch: Any, name: str) -> None:
         inputs, labels = batch
         self.log(name, cross_entropy(self(inputs), labels), sync_dist=True)
+        self.gathered = self.all_gather(inputs.sum())
 
     def validation_step(self, batch: Any) -> None:
         self.evaluate(batch, "validated")
@@ -120,19 +109,16 @@ class Normed(Plain):
         return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
 
 
-class Sparing(Plain):
-    """With a layer that no loss reaches, and weight decay that would move it."""
+class Sharded(Plain):
+    """Its optimizer splits the state over the ranks; weight decay would move a layer that no loss reaches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(4, 4)
 
-
-class Sharded(Plain):
-    """The state of its optimizer is split over the ranks."""
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.AdamW, lr=0.05)
+        options = {"lr": 0.05, "weight_decay": 0.1}
+        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.AdamW, **options)
 
 
 class Overflowing(Plain):
@@ -175,9 +161,6 @@ class Adversaries(pl.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.discriminator, self.generator)]
 
 
-# Trainings in which a communication hook takes the place of the sum: stories of ``lightning_jobs.py``
-
-
 class _ForCPU(DDPStrategy):
     """Lightning registers hooks on CUDA only; this is what it does there."""
 
@@ -200,15 +183,20 @@ def hooked(strategy: str, folder: Path) -> Result:
     return state(module)
 
 
-def averaging_of_sharded(strategy: str, folder: Path) -> Result:
-    """Averaging does not go with an optimizer that is distributed itself."""
-    options = {"ddp_comm_hook": post_localSGD_hook, "model_averaging_period": 2}
+def refused(strategy: str, folder: Path) -> Result:
+    """Averaged weights with an optimizer that is distributed itself, and SyncBatchNorm on CPU."""
     passed = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
-    try:
-        fit(_with_hook(strategy, ddp_comm_state=passed, **options), Sharded())
-    except ValueError as error:
-        return {"error": str(error)}
-    return {}
+    hook = {"ddp_comm_state": passed, "ddp_comm_hook": post_localSGD_hook, "model_averaging_period": 2}
+    errors = {}
+    for chosen, module, options in (
+        (_with_hook(strategy, **hook), Sharded(), {}),
+        (strategy, Normed(), {"sync_batchnorm": True}),
+    ):
+        try:
+            fit(chosen, module, **options)
+        except ValueError as error:
+            errors[type(module).__name__] = str(error)
+    return errors
 
 
 def local_sgd(strategy: str, folder: Path) -> Result:
@@ -225,10 +213,11 @@ def _with_hook(strategy: str, **options: Any) -> DDPStrategy:
     return _ForCPU(**options) if strategy == "ddp" else LegacyDDPStrategy(**options)
 
 
-def first_group(strategy: str, folder: Path) -> Result:
-    """The process group, which the first training of the job makes."""
-    fit(LegacyDDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=90)), Plain())
-    return {"backend": dist.get_backend(), "timeout": group_timeout(dist.group.WORLD)}
+def first(strategy: str, folder: Path) -> Result:
+    """The process group, which the first training of the job makes, and the calls for 11 batches, accumulated by 4."""
+    chosen = LegacyDDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=90))
+    fit(chosen, Plain(), batches=11, accumulate_grad_batches=4)
+    return {"backend": dist.get_backend(), "timeout": group_timeout(dist.group.WORLD), "calls": chosen.record.call}
 
 
 def accumulating(strategy: str, folder: Path) -> Result:
@@ -236,12 +225,6 @@ def accumulating(strategy: str, folder: Path) -> Result:
     module = Plain()
     fit(strategy, module, batches=11, accumulate_grad_batches=4, gradient_clip_val=0.1)
     return {**state(module), "seen": module.seen}
-
-
-def in_bf16(strategy: str, folder: Path) -> Result:
-    module = Plain()
-    fit(strategy, module, precision="bf16-mixed", accumulate_grad_batches=2, gradient_clip_val=0.1)
-    return state(module)
 
 
 def in_fp16(strategy: str, folder: Path) -> Result:
@@ -253,11 +236,14 @@ def in_fp16(strategy: str, folder: Path) -> Result:
 
 
 def normed(strategy: str, folder: Path) -> Result:
-    """Statistics of BatchNorm after an epoch that ends with a validation, and what that one measured."""
+    """Statistics of BatchNorm after an epoch that ends with a validation, what that one measured, and evaluations."""
     module = Normed()
     trainer = pl.Trainer(strategy=strategy, max_epochs=2, **TRAINER)
     trainer.fit(module, make_data(5), make_data(2))
-    return {**state(module), "validated": float(trainer.callback_metrics["validated"])}
+    last = float(trainer.callback_metrics["validated"])
+    left = {**state(module), "last": last, "gathered": module.gathered}
+    validated, tested = trainer.validate(module, make_data(3)), trainer.test(module, make_data(3))
+    return {**left, "validated": validated, "tested": tested, "predicted": trainer.predict(module, make_data(3))}
 
 
 def normed_to_the_end(strategy: str, folder: Path) -> Result:
@@ -276,7 +262,7 @@ def adversaries(strategy: str, folder: Path) -> Result:
 
 
 def by_hand(strategy: str, folder: Path) -> Result:
-    """Two batches to a step; ours accumulates in manual optimization, ``ddp`` leaves it to Lightning."""
+    """Two batches to a step, in bf16; ours accumulates in manual optimization, ``ddp`` leaves it to Lightning."""
 
     class ByHand(Plain):
         automatic_optimization = False
@@ -290,23 +276,14 @@ def by_hand(strategy: str, folder: Path) -> Result:
                 optimizer.zero_grad()
 
     module = Plain() if strategy == "ddp" else ByHand()
-    fit(strategy, module, **({"accumulate_grad_batches": 2} if strategy == "ddp" else {}))
-    return state(module)
-
-
-def unused(strategy: str, folder: Path) -> Result:
-    module = Sparing()
-    chosen: Any = "ddp_find_unused_parameters_true"
-    if strategy == "legacy_ddp":
-        chosen = LegacyDDPStrategy(find_unused_parameters=True)
-    fit(chosen, module)
+    fit(strategy, module, precision="bf16-mixed", accumulate_grad_batches=2 if strategy == "ddp" else 1)
     return state(module)
 
 
 def different_starts(strategy: str, folder: Path) -> Result:
     """Every rank makes a model of its own; training begins with rank 0's."""
     module = Plain()
-    drawn = draw(module, dist.get_rank())
+    drawn = draw(module)
     fit(strategy, module)
     return {"state": state(module), "drawn": drawn}
 
@@ -319,15 +296,26 @@ def configured(strategy: str, folder: Path) -> Result:
             self.found = {"settings": self.trainer.model.extra_repr().splitlines()[-1], "kept": total(self) == drawn}
 
     module = Looking()
-    drawn = draw(module, dist.get_rank())
-    fit(LegacyDDPStrategy(**ARGUMENTS, ignore=["net.0.bias"]), module, batches=1)
+    drawn = draw(module)
+    chosen = LegacyDDPStrategy(
+        buffer_size=7,
+        init_sync=False,
+        gradient_as_bucket_view=False,
+        reduce_dtype=torch.bfloat16,
+        ignore=["net.0.bias"],
+        checks=Checks(nonfinite="raise"),
+        timeout_seconds=90.0,
+    )
+    fit(chosen, module, batches=1)
     return {**module.found, "drawn": drawn}
 
 
 def sharded(strategy: str, folder: Path) -> Result:
-    """The optimizer's state is split over the ranks."""
     module = Sharded()
-    fit(strategy, module)
+    chosen: Any = "ddp_find_unused_parameters_true"
+    if strategy == "legacy_ddp":
+        chosen = LegacyDDPStrategy(find_unused_parameters=True)
+    fit(chosen, module)
     return state(module)
 
 
@@ -342,13 +330,6 @@ def resumed(strategy: str, folder: Path) -> Result:
     return {"resumed": state(second), "whole": state(whole), "first": state(first), "saved": saved}
 
 
-def evaluated(strategy: str, folder: Path) -> Result:
-    module = Normed()
-    trainer = fit(strategy, module)
-    validated, tested = trainer.validate(module, make_data(3)), trainer.test(module, make_data(3))
-    return {"validated": validated, "tested": tested, "predicted": trainer.predict(module, make_data(3))}
-
-
 def fitted_twice(strategy: str, folder: Path) -> Result:
     """Fit, step by hand on this rank alone, and fit again: nothing of the wrapper is left in between."""
     module = Plain()
@@ -358,34 +339,6 @@ def fitted_twice(strategy: str, folder: Path) -> Result:
     torch.optim.SGD(module.parameters(), lr=0.1).step()
     fit(strategy, module)
     return {**state(module), "unwrapped": between}
-
-
-def collectives(strategy: str, folder: Path) -> Result:
-    class Asking(Plain):
-        def on_train_start(self) -> None:
-            ours = self.trainer.strategy
-            ours.barrier()
-            mine = torch.tensor([float(self.global_rank + 1)])
-            self.answers = {
-                "gathered": ours.all_gather(mine),
-                "broadcast": ours.broadcast(f"from {self.global_rank}", src=1),
-                "mean": ours.reduce(mine.clone(), reduce_op="mean"),
-                "all": ours.reduce_boolean_decision(self.global_rank == 0),
-                "any": ours.reduce_boolean_decision(self.global_rank == 0, all=False),
-                "sampler": ours.distributed_sampler_kwargs,
-            }
-
-    module = Asking()
-    fit(strategy, module)
-    return module.answers
-
-
-def sync_batchnorm(strategy: str, folder: Path) -> Result:
-    try:
-        fit(strategy, Normed(), sync_batchnorm=True)
-    except ValueError as error:
-        return {"error": str(error)}
-    return {}
 
 
 def forgetting(strategy: str, folder: Path) -> Result:
@@ -414,13 +367,6 @@ def not_finite(strategy: str, folder: Path) -> Result:
     return {}
 
 
-def counted(strategy: str, folder: Path) -> Result:
-    """How many calls do 11 batches make, accumulated by 4, with no validation?"""
-
-    trainer = fit(strategy, Plain(), batches=11, accumulate_grad_batches=4)
-    return {"calls": trainer.strategy.record.call}
-
-
 def shared(folder: Path, strategy: Any, name: str) -> Path:
     """A path that both ranks know."""
     return folder / f"{strategy}-{name}"
@@ -429,29 +375,23 @@ def shared(folder: Path, strategy: Any, name: str) -> Path:
 BOTH = ("ddp", "legacy_ddp")
 OURS = ("legacy_ddp",)
 STORIES: dict[Story, tuple[str, ...]] = {
-    first_group: OURS,
+    first: OURS,
     accumulating: BOTH,
-    in_bf16: BOTH,
     in_fp16: BOTH,
     normed: BOTH,
     normed_to_the_end: BOTH,
     adversaries: BOTH,
     by_hand: BOTH,
-    unused: BOTH,
     different_starts: BOTH,
     configured: OURS,
     sharded: BOTH,
     resumed: BOTH,
-    evaluated: BOTH,
     fitted_twice: BOTH,
-    collectives: BOTH,
-    sync_batchnorm: BOTH,
     forgetting: OURS,
     not_finite: OURS,
-    counted: OURS,
     hooked: BOTH,
     local_sgd: BOTH,
-    averaging_of_sharded: BOTH,
+    refused: BOTH,
 }
 
 

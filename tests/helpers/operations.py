@@ -55,11 +55,6 @@ def model(data: str = "x", layers: int = 3) -> list[Operation]:
     return found
 
 
-def numbered(operations: Sequence[Operation]) -> list[Operation]:
-    """The sequence with the numbers of a trace."""
-    return [replace(item, number=number) for number, item in enumerate(operations, start=1)]
-
-
 def recordable(operations: Sequence[Operation]) -> list[Operation]:
     """The sequence with digests of 16 hexadecimal digits in place of short texts."""
 

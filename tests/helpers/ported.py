@@ -2,7 +2,10 @@
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from legacy_ddp.debug._port import OTHERS, PAGES
 from tests.helpers.command import RefusedError, command
@@ -56,3 +59,17 @@ def ported(text: str, folder: Path) -> Ported:
         for line, kind, told, address in _REMARK.findall(" ".join(done.stderr.split()))
     ]
     return Ported(text, output.read_bytes().decode(), done.stdout, remarks, done.returncode == 0)
+
+
+def end_states(rank: int, programs: list[str]) -> list[dict[str, torch.Tensor]]:
+    """The weights after each program. Two ranks, so that a mean is one rounding."""
+    states = []
+    for program in programs:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        args = type("Args", (), {"world_size": 2})
+        torch.manual_seed(rank + 1)
+        names: dict[str, Any] = {"module": module, "batches": [torch.randn(3, 5) for _ in range(6)], "args": args}
+        exec(compile(program, "train.py", "exec"), names)
+        states.append(module.state_dict())
+    return states

@@ -46,7 +46,6 @@ def test_a_name_finds_the_strategy_in_both_registries(name: str, start_method: s
     "given, instead",
     [
         ({"static_graph": True}, "takes no static_graph; leave it out"),
-        ({"bucket_cap_mb": 25}, "takes no bucket_cap_mb; leave it out"),
         ({"broadcast_buffers": False}, "ignore="),
         ({"process_group": None}, "all ranks of the job"),
         ({"reproducible": True}, "docs/reproducible.md"),
@@ -67,9 +66,7 @@ def test_what_a_strategy_does_not_take_is_refused_with_what_to_do_instead(
     [
         ({"buffer_size": 0}, ValueError),
         ({"timeout_seconds": -1.0}, ValueError),
-        ({"reduce_dtype": torch.int32}, ValueError),
         ({"checks": "some"}, ValueError),
-        ({"gradient_as_bucket_view": 1}, TypeError),
         ({"ignore": "layer"}, TypeError),
     ],
 )
@@ -81,24 +78,20 @@ def test_an_unusable_argument_of_the_wrapper_is_refused_before_any_rank_is_start
     assert caught.value.__notes__ == [f"meaning and next step: legacy-ddp explain {kind.__name__}"]
 
 
-@BOTH
 def test_a_level_of_the_environment_beside_a_reaction_of_the_strategy_is_no_error(
-    strategy: type, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The strategy passed the settings of the environment to the wrapper as those of the script."""
+    from legacy_ddp.lightning import LegacyDDPStrategy
+
     monkeypatch.setenv("LEGACY_DDP_CHECKS", "off,timeout_seconds=30")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        model = strategy(checks=Checks(nonfinite="raise"))._wrap(torch.nn.Linear(2, 1), None)
+        model = LegacyDDPStrategy(checks=Checks(nonfinite="raise"))._wrap(torch.nn.Linear(2, 1), None)
     finally:
         dist.destroy_process_group()
 
     assert model.extra_repr().endswith("timeout_seconds=30.0, checks=Checks(level='off', nonfinite='raise')")
-
-
-@BOTH
-def test_find_unused_parameters_is_taken_and_needs_nothing(strategy: type) -> None:
-    assert strategy(find_unused_parameters=True)._ddp_kwargs == {}
 
 
 def test_a_state_of_a_communication_hook_without_the_hook_is_refused() -> None:

@@ -15,28 +15,9 @@ def what_the_ranks_left() -> Any:
     return by_fabric()
 
 
-def test_clipped_steps_of_several_batches_are_those_of_ddp(left: Any) -> None:
-    assert_same_bits(left("accumulating"), left("accumulating", "ddp"))
-
-
-def test_arguments_of_the_wrapper_reach_it(left: Any) -> None:
-    first, second = left("configured")
-
-    for told in (first, second):
-        assert told["settings"] == (
-            "buffer_size=7, gradient_as_bucket_view=False, reduce_dtype=torch.bfloat16, "
-            "ignore=frozenset({'0.bias'}), timeout_seconds=90.0, checks=Checks(nonfinite='raise')"
-        )
-        assert told["kept"]  # init_sync=False
-    assert first["drawn"] != second["drawn"]
-
-
-def test_a_communication_hook_leaves_what_it_leaves_under_ddp(left: Any) -> None:
-    assert_same_bits(left("hooked"), left("hooked", "ddp"))
-
-
-def test_training_in_bf16_is_that_of_ddp(left: Any) -> None:
-    assert_same_bits(left("in_bf16"), left("in_bf16", "ddp"))
+@pytest.mark.parametrize("story", ["accumulating", "adversaries", "hooked", "normed"])
+def test_what_fabric_offers_leaves_what_it_leaves_under_ddp(left: Any, story: str) -> None:
+    assert_same_bits(left(story), left(story, "ddp"))
 
 
 def test_a_checkpoint_has_the_keys_of_the_plain_module_and_loads_again(left: Any) -> None:
@@ -45,14 +26,6 @@ def test_a_checkpoint_has_the_keys_of_the_plain_module_and_loads_again(left: Any
     assert_same_bits(ours, left("checkpoint", "ddp"))
     assert_same_bits(ours[0]["saved"], ours[0]["loaded"])
     assert set(ours[0]["saved"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
-
-
-def test_batch_norm_is_evaluated_with_the_statistics_that_ddp_has_after_broadcast_buffers(left: Any) -> None:
-    assert_same_bits(left("normed"), left("normed", "ddp"))
-
-
-def test_two_models_leave_what_they_leave_under_ddp(left: Any) -> None:
-    assert_same_bits(left("adversaries"), left("adversaries", "ddp"))
 
 
 def test_backward_for_one_model_leaves_the_gradients_of_the_other_to_their_rank(left: Any) -> None:
@@ -64,17 +37,17 @@ def test_a_model_that_one_rank_has_dropped_already_disturbs_no_other(left: Any) 
 
 
 def test_a_rank_whose_loss_does_not_reach_the_model_counts_as_zeros(left: Any) -> None:
-    assert left("without_data") == [{"gradient": 2.0}] * 2
+    assert [told["gradient"] for told in left("without_data")] == [2.0, 2.0]
 
 
-def test_a_backward_that_bypasses_fabric_is_an_error(left: Any) -> None:
-    for told in left("by_hand"):
-        assert "fabric.backward(loss)" in told["error"]
+def test_arguments_of_the_wrapper_reach_it(left: Any) -> None:
+    assert ["timeout_seconds=90.0" in told["settings"] for told in left("without_data")] == [True, True]
 
 
-def test_no_backward_sync_of_a_model_of_another_strategy_is_an_error(left: Any) -> None:
-    for told in left("not_set_up"):
-        assert told["error"].startswith("no_backward_sync() got a DistributedDataParallel"), told
+def test_a_backward_that_bypasses_fabric_and_a_model_of_another_strategy_are_errors(left: Any) -> None:
+    for told in left("misused"):
+        assert "fabric.backward(loss)" in told["by hand"]
+        assert told["not set up"].startswith("no_backward_sync() got a DistributedDataParallel"), told
 
 
 def test_a_loop_can_make_the_call_itself_and_say_over_how_many_items(left: Any) -> None:

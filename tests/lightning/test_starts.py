@@ -10,7 +10,6 @@ import torch
 from tests.helpers.lightning_scenarios import LOADED, RANKS, by_fabric, by_trainer, needs_lightning
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import assert_same_bits, fork_script, fork_scripts
-from tests.helpers.tiers import thorough
 
 pytestmark = needs_lightning
 
@@ -39,14 +38,10 @@ def test_a_trainer_under_torchrun_leaves_the_weights_of_a_trainer_that_starts_it
     assert_same_bits(_weights(told("by_trainer")[0]), _expected("trainer"))
 
 
-@pytest.mark.parametrize(
-    "names",
-    [thorough(("trainer=legacy_ddp_fork",)), thorough(("fabric=legacy_ddp_fork", "trainer=legacy_ddp_spawn"))],
-    ids=["fork", "fork and spawn"],
-)
-def test_forked_or_spawned_ranks_leave_their_weights_to_the_starting_process(
-    names: tuple[str, ...], tmp_path: Path
-) -> None:
+@pytest.mark.thorough
+def test_forked_or_spawned_ranks_leave_their_weights_to_the_starting_process(tmp_path: Path) -> None:
+    names = "trainer=legacy_ddp_fork", "fabric=legacy_ddp_fork", "trainer=legacy_ddp_spawn"
+
     result = fork_script(STARTS, str(tmp_path), *names, preloaded=LOADED)
 
     assert result.returncode == 0, result.stderr

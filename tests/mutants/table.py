@@ -1170,7 +1170,7 @@ PORTS = (
         "another class of the same name is shadowed",
         "is_taken = bool(script.bound[_OURS])",
         "is_taken = bool(script.bound[''])",
-        "tests/debug/port/test_changes.py -k arguments_are_replaced",
+        "tests/debug/port/test_changes.py -k class_is_replaced",
     ),
     Mutant(
         "the wrapped module has every name",

@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp.debug import CrossCheck, CrossCheckReport, cross_check
+from legacy_ddp.debug import CrossCheck, cross_check
 from tests.helpers.cases import bits_of
 from tests.helpers.cross_faults import Net, batch_of, loss_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 
 Built = tuple[nn.Module, list[nn.Module], Callable[[nn.Module, Any], torch.Tensor]]
 
@@ -59,18 +60,14 @@ def _train(build: Callable[[], Built], rank: int, *, checked: bool) -> list[byte
     return [bits_of(value) for one in models for value in one.state_dict().values()]
 
 
-def _with_and_without(build: Callable[[], Built], rank: int) -> bool:
-    return _train(build, rank, checked=True) == _train(build, rank, checked=False)
+def _with_and_without(rank: int) -> list[bool]:
+    builds = _with_a_head, _with_a_generator
+    return [_train(build, rank, checked=True) == _train(build, rank, checked=False) for build in builds]
 
 
 @pytest.mark.unsimulated("its generator draws no dropout of a probability of its own")
-@pytest.mark.parametrize("build", [_with_a_head, _with_a_generator])
-def test_a_check_changes_no_second_model_and_no_generator_of_a_module(build: Callable[[], Built]) -> None:
-    assert run_ranks(_check_build, 3, build.__name__) == [True] * 3
-
-
-def _check_build(rank: int, name: str) -> bool:
-    return _with_and_without(globals()[name], rank)
+def test_a_check_changes_no_second_model_and_no_generator_of_a_module() -> None:
+    assert run_ranks(_with_and_without, 3) == [[True, True]] * 3
 
 
 def _learnable(rank: int, guilty: int) -> tuple[str, tuple[int, ...], bool, Any]:
@@ -90,12 +87,14 @@ def _learnable(rank: int, guilty: int) -> tuple[str, tuple[int, ...], bool, Any]
 
 
 def test_a_learnable_loss_keeps_its_gradient_and_is_compared() -> None:
-    assert run_ranks(_learnable, 3, 9) == [("equal", (), True, (0, ()))] * 3
-    found = "differs", (1,), True, (0, ("gradients outside of the model",))
-    assert run_ranks(_learnable, 3, 1) == [found] * 3
+    found = run_cases(_learnable, 3, {"right": (9,), "wrong": (1,)})
+
+    assert found["right"] == [("equal", (), True, (0, ()))] * 3
+    assert found["wrong"] == [("differs", (1,), True, (0, ("gradients outside of the model",)))] * 3
 
 
-def _modes(rank: int) -> tuple[bool, bool, bool]:
+@on_ranks(3, gives=[(True, True, True)] * 3)
+def test_a_run_that_calls_eval_leaves_wrapper_and_other_modules_in_training_mode(rank: int) -> tuple[bool, bool, bool]:
     model, other = LegacyDistributedDataParallel(Net(nn.Tanh())), nn.Dropout()
 
     def run(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -105,10 +104,6 @@ def _modes(rank: int) -> tuple[bool, bool, bool]:
 
     agrees = cross_check(model, run, batch_of(rank)).agrees
     return agrees, model.training, other.training
-
-
-def test_a_run_that_calls_eval_leaves_wrapper_and_other_modules_in_training_mode() -> None:
-    assert run_ranks(_modes, 2) == [(True, True, True)] * 2
 
 
 class _Warm(nn.Module):
@@ -122,34 +117,33 @@ class _Warm(nn.Module):
         return inputs * (1.0 if next(self.calls) else 0.5)
 
 
-def _warm_up(rank: int, warm_ranks: tuple[int, ...], *, operations: bool) -> CrossCheckReport:
+def _warm_up(rank: int, warm_ranks: tuple[int, ...], operations: bool) -> tuple[str, tuple[int, ...], str]:
     model = LegacyDistributedDataParallel(Net(_Warm(rank in warm_ranks)))
-    return cross_check(model, loss_of, batch_of(rank), operations=operations)
-
-
-def _warm_up_text(rank: int, warm_ranks: tuple[int, ...], operations: bool) -> tuple[str, tuple[int, ...], str]:
-    report = _warm_up(rank, warm_ranks, operations=operations)
+    report = cross_check(model, loss_of, batch_of(rank), operations=operations)
     return report.verdict, report.ranks, " ".join(str(report).split())
 
 
-@pytest.mark.parametrize("operations", [False, True])
-def test_a_warm_up_of_every_rank_accuses_no_rank_and_no_hardware(operations: bool) -> None:
-    (verdict, ranks, text), *others = run_ranks(_warm_up_text, 3, (), operations)
+@on_ranks(3)
+def _warm_ups(rank: int) -> list[tuple[str, tuple[int, ...], str]]:
+    return [_warm_up(rank, *case) for case in (((), False), ((), True), ((0, 2), False))]
 
-    assert [seen[:2] for seen in others] == [("once", (0, 1, 2))] * 2
-    assert (verdict, ranks) == ("once", (0, 1, 2))
-    assert "the first run of every batch differs from the run on the next rank" in text
-    assert "why: state of a first run: a warm-up, a lazy cache, a counter" in text
-    assert "hardware" not in text
+
+def test_a_warm_up_of_every_rank_accuses_no_rank_and_no_hardware() -> None:
+    for verdict, ranks, text in [found for of_rank in _warm_ups() for found in of_rank[:2]]:
+        assert (verdict, ranks) == ("once", (0, 1, 2))
+        assert "the first run of every batch differs from the run on the next rank" in text
+        assert "why: state of a first run: a warm-up, a lazy cache, a counter" in text
+        assert "hardware" not in text
 
 
 def test_a_warm_up_of_one_rank_is_among_the_causes_of_a_single_event() -> None:
-    (verdict, ranks, text), *_ = run_ranks(_warm_up_text, 3, (0, 2), False)
+    verdict, ranks, text = _warm_ups()[0][2]
 
     assert (verdict, ranks) == ("once", (1,))
     assert "a single event is state of a first run in Python, memory or hardware, or a kernel that is rarely" in text
 
 
+@on_ranks(3)
 def _constant(rank: int) -> str:
     pieces = 8 if rank == 1 else 4
     model = LegacyDistributedDataParallel(Net(nn.Tanh()))
@@ -158,7 +152,7 @@ def _constant(rank: int) -> str:
 
 
 def test_another_constant_of_the_function_is_the_next_step() -> None:
-    text = run_ranks(_constant, 3)[0]
+    text = _constant()[0]
 
     assert "; rank 1 (here) against ranks 0, 2 (there)" in text
     assert "setting run variable 'pieces': ranks 0, 2 have 4; rank 1 has 8" in text

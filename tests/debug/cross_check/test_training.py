@@ -16,6 +16,7 @@ from legacy_ddp.debug import check_replicas, cross_check
 from tests.helpers.cases import bits_of
 from tests.helpers.cross_faults import Net, loss_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.tiers import thorough_but
 
 
@@ -37,8 +38,8 @@ def _batches(rank: int, steps: int) -> Iterator[dict[str, torch.Tensor]]:
         yield {"inputs": inputs, "targets": torch.randint(3, (6 + rank,), generator=generator)}
 
 
-def _train(rank: int, arguments: dict[str, Any], places: frozenset[str], faulty: bool) -> list[object]:
-    """The bits of everything after a few steps. ``places``: of the cross-checks in a step."""
+def _train(rank: int, arguments: dict[str, Any], *, checked: bool, faulty: bool) -> list[object]:
+    """The bits of everything after a few steps. ``checked``: with cross-checks at every place in a step."""
     torch.manual_seed(rank)
     random.seed(rank)
     np.random.seed(rank)
@@ -50,8 +51,8 @@ def _train(rank: int, arguments: dict[str, Any], places: frozenset[str], faulty:
     forwards = list[int]()
     model._synchronizer.observers.forward.add(lambda *_: forwards.append(1))
 
-    def check(place: str, batch: Any) -> None:
-        if place in places:
+    def check(batch: Any) -> None:
+        if checked:
             with _in_check():
                 report = cross_check(model, _loss_without_sync, batch)
             assert report.agrees != faulty, report
@@ -60,18 +61,18 @@ def _train(rank: int, arguments: dict[str, Any], places: frozenset[str], faulty:
     for _ in range(4):
         optimizer.zero_grad()
         first, second = next(batches), next(batches)
-        check("before", first)
+        check(first)
         with model.no_sync() if arguments.get("reproducible") else nullcontext():
             loss_of(model, first).backward()
-        check("between", second)
+        check(second)
         loss = loss_of(model, second)
-        check("inside", second)
+        check(second)
         loss.backward()
-        check("backward", second)
+        check(second)
         record = model.all_reduce(sample_size=2) if arguments.get("reproducible") else model.all_reduce()
-        check("call", second)
+        check(second)
         optimizer.step()
-        check("step", second)
+        check(second)
         seen.append([row.micro_batches for row in record.rows])
     assert check_replicas(model, optimizer, local_buffers=["*.running_*"]).identical
     gradients = [bits_of(item.grad) for item in model.parameters()]
@@ -101,7 +102,6 @@ def _loss_without_sync(model: LegacyDistributedDataParallel, batch: Any) -> torc
         return loss_of(model, batch)
 
 
-PLACES = ("before", "between", "inside", "backward", "call", "step")
 SETTINGS = {
     "default": {},
     "detail": {"checks": Checks("detail", local_buffers=["*.running_*"])},
@@ -111,12 +111,10 @@ SETTINGS = {
 }
 
 
-def _compare(rank: int, name: str, faulty: bool) -> list[list[bool]]:
-    plain = _train(rank, SETTINGS[name], frozenset(), faulty=False)
-    return [
-        [was == now for was, now in zip(plain, _train(rank, SETTINGS[name], frozenset(places), faulty), strict=True)]
-        for places in ([PLACES] if faulty else [*([place] for place in PLACES), PLACES])
-    ]
+def _compare(rank: int, name: str, faulty: bool) -> list[bool]:
+    plain = _train(rank, SETTINGS[name], checked=False, faulty=False)
+    checked = _train(rank, SETTINGS[name], checked=True, faulty=faulty)
+    return [was == now for was, now in zip(plain, checked, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -124,11 +122,11 @@ def _compare(rank: int, name: str, faulty: bool) -> list[list[bool]]:
     thorough_but([("default", False), ("default", True), ("reproducible", False)], product(SETTINGS, [False, True])),
 )
 def test_a_training_with_cross_checks_has_the_bits_of_one_without(name: str, faulty: bool) -> None:
-    for seen in run_ranks(_compare, 2, name, faulty, timeout_seconds=120):
-        assert seen == [[True] * 6] * (1 if faulty else 7)
+    assert run_ranks(_compare, 2, name, faulty, timeout_seconds=120) == [[True] * 6] * 2
 
 
-def _modes(rank: int) -> list[bool]:
+@on_ranks(2, gives=[[True] * 4] * 2)
+def test_it_can_be_called_in_any_mode_which_stays(rank: int) -> list[bool]:
     model, seen = LegacyDistributedDataParallel(Net(nn.BatchNorm1d(16))), []
     batch = next(_batches(rank, 1))
     for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), model.no_sync()):
@@ -139,10 +137,6 @@ def _modes(rank: int) -> list[bool]:
             after = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
             seen.append(agrees and after == (grads, inference, autocast))
     return seen
-
-
-def test_it_can_be_called_in_any_mode_which_stays() -> None:
-    assert run_ranks(_modes, 2) == [[True] * 4] * 2
 
 
 def _torch_ddp(rank: int, faulty: bool) -> tuple[str, bool]:
@@ -157,6 +151,6 @@ def _torch_ddp(rank: int, faulty: bool) -> tuple[str, bool]:
     return verdict, check_replicas(model, what=["gradients"]).identical
 
 
-@pytest.mark.parametrize("faulty, verdict", [(False, "equal"), (True, "differs")])
-def test_a_model_under_torch_ddp_is_checked_without_its_communication(faulty: bool, verdict: str) -> None:
-    assert run_ranks(_torch_ddp, 2, faulty) == [(verdict, True)] * 2
+@on_ranks(2, gives=[[("equal", True), ("differs", True)]] * 2)
+def test_a_model_under_torch_ddp_is_checked_without_its_communication(rank: int) -> list[tuple[str, bool]]:
+    return [_torch_ddp(rank, faulty) for faulty in (False, True)]

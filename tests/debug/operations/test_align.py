@@ -61,20 +61,15 @@ KEYS = st.lists(st.sampled_from("abcd"), max_size=30)
 
 
 @given(KEYS, KEYS)
-def test_blocks_cover_both_sequences_in_order(a: list[str], b: list[str]) -> None:
+def test_blocks_cover_both_sequences_in_order_and_pair_items_with_equal_keys(a: list[str], b: list[str]) -> None:
     ends = (0, 0)
     for block in blocks(a, b):
         assert (block.start_a, block.start_b) == ends
         ends = (block.end_a, block.end_b)
-    assert ends == (len(a), len(b))
-
-
-@given(KEYS, KEYS)
-def test_paired_items_have_equal_keys_and_no_block_is_empty(a: list[str], b: list[str]) -> None:
-    for block in blocks(a, b):
         assert block.end_a > block.start_a or block.end_b > block.start_b
         if block.is_common:
             assert a[block.start_a : block.end_a] == b[block.start_b : block.end_b]
+    assert ends == (len(a), len(b))
 
 
 @given(KEYS)
@@ -97,27 +92,28 @@ def test_items_taken_out_are_told_one_by_one(keys: list[int], data: st.DataObjec
     assert {*only_a} == {*only_b} == gone
 
 
-def test_a_repeated_pattern_meets_again_right_after_an_insertion() -> None:
-    pattern = list("abcde") * 40
-    longer = [*pattern[:102], "x", "y", *pattern[102:]]
-
-    assert [block for block in blocks(pattern, longer) if not block.is_common] == [
-        Block(102, 102, 102, 104, is_common=False)
-    ]
+PATTERN = list("abcde") * 40
+MANY = [f"{index % 100}" for index in range(2_000)]
 
 
-def test_another_key_at_one_place_is_a_block_of_one_item_on_both_sides() -> None:
-    a = list("abcdefgh")
-    b = list("abcdxfgh")
+@pytest.mark.parametrize(
+    "a, b, differing",
+    [
+        (PATTERN, [*PATTERN[:102], "x", "y", *PATTERN[102:]], [(102, 102, 102, 104)]),
+        ("abcdefgh", "abcdxfgh", [(4, 5, 4, 5)]),
+        ("amnz", "aqqmqnz", [(1, 1, 1, 3), (2, 2, 4, 5)]),
+        (
+            MANY,
+            [*MANY[:1000], *(f"extra {index % 50}" for index in range(10_000)), *MANY[1000:]],
+            [(1000, 1000, 1000, 11_000)],
+        ),
+    ],
+    ids=["an insertion into a pattern", "another key", "two near insertions", "ten thousand keys"],
+)
+def test_what_differs_is_as_short_as_it_can_be(a: list[str], b: list[str], differing: list[tuple[int, ...]]) -> None:
+    found = [block for block in blocks([*a], [*b]) if not block.is_common]
 
-    assert [block for block in blocks(a, b) if not block.is_common] == [Block(4, 5, 4, 5, is_common=False)]
-
-
-def test_common_items_between_two_near_differences_are_paired() -> None:
-    a = list("amnz")
-    b = list("aqqmqnz")
-
-    assert [(block.start_a, block.start_b) for block in blocks(a, b) if block.is_common] == [(0, 0), (1, 3), (2, 5)]
+    assert found == [Block(*ends, is_common=False) for ends in differing]
 
 
 @pytest.mark.thorough
@@ -130,17 +126,7 @@ def test_a_hundred_thousand_keys_with_a_difference_in_every_tenth() -> None:
     assert only_a == [index for index in range(100_000) if index % 10 == 3]
 
 
-def test_ten_thousand_items_on_one_side_alone() -> None:
-    a = [f"{index % 100}" for index in range(2_000)]
-    b = [*a[:1000], *(f"extra {index % 50}" for index in range(10_000)), *a[1000:]]
-
-    assert [block for block in blocks(a, b) if not block.is_common] == [
-        Block(1000, 1000, 1000, 11_000, is_common=False)
-    ]
-
-
-# The tables of explanations, also of a cross-check
-
+# Of explanations, also of a cross-check.
 TABLES = {
     **{kind: (of_operations._Case, rows) for kind, rows in of_operations._ROWS.items()},
     "cross-check": (of_cross_check._Case, of_cross_check._CAUSES),

@@ -1,4 +1,4 @@
-"""The page in a browser: drawing, hover texts and network requests."""
+"""The page in a browser: drawing, hover texts, narrow windows and network requests."""
 
 import os
 from collections.abc import Iterator
@@ -10,12 +10,14 @@ from PIL import Image
 from selenium import webdriver
 
 from tests.helpers.browser import Page, open_browser, reason_missing
+from tests.helpers.operations import changed, model, recordable, rewritten
 from tests.helpers.report import write_report
 from tests.helpers.traces import NAMES, call_facts, environment, write_trace
 
 needs_browser = pytest.mark.skipif(reason_missing() is not None, reason=str(reason_missing()))
 EVIL = "<script>document.title='owned'</script><img src=https://example.com/a.png onerror=document.title='owned'>$$x$$"
 HOVERED = "layers.3.weight"
+LONG = ".".join(f"a_module_with_a_long_name_{index}" for index in range(30))
 CHARTS = 4
 TRIANGLES = 24 / (130 + 24)  # two lines of them, of 12 pixels each, above rows that would take 130 without
 # The frames of the charts, where they are in the window: left, top, width, height.
@@ -34,6 +36,21 @@ const text = shown.map(tip => [...(tip.shadowRoot || tip).querySelectorAll("*")]
   part => part.children.length ? "" : part.textContent).join(" ")).join(" ").trim()
 return arguments[0].every(part => text.includes(part)) ? text : null
 """
+# The cells of the marked row in the table of operations: for each its text and width, and the width of its last word on
+# one line.
+MARKED = """
+const rows = [...document.querySelectorAll("section table")].flatMap(table => [...table.rows])
+return [...rows.find(row => row.cells[0].innerText == "▶").cells].map(cell => {
+  const probe = document.createElement("span")
+  const text = cell.innerText
+  probe.style.whiteSpace = "nowrap"
+  probe.textContent = text.split(" ").pop()
+  cell.append(probe)
+  const width = probe.getBoundingClientRect().width
+  probe.remove()
+  return [text, cell.getBoundingClientRect().width, width]
+})
+"""
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +59,16 @@ def driver() -> Iterator[webdriver.Chrome]:
         yield driver
 
 
-def _page(folder: Path, *, runs: int = 1) -> Path:
-    """A page about two ranks that differ from step 7 on, and names with markup."""
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By the number of runs."""
+    return {runs: _page(tmp_path_factory.mktemp("page"), runs) for runs in (1, 2)}
+
+
+def _page(folder: Path, runs: int) -> Path:
+    """A page about two ranks that differ from step 7 on, and names with markup. Two runs differ from step 4 on."""
+    step = changed(model(), 7, module=LONG)
+    operations = [rewritten(step, 7, step[7].outputs[0].digest or "", "wrong"), step]
     parameters = ("a.bias", HOVERED, EVIL)
     names = {
         **NAMES,
@@ -67,6 +92,7 @@ def _page(folder: Path, *, runs: int = 1) -> Path:
             environments=lambda rank, size: environment(rank, size, facts={EVIL: EVIL}, parameters=parameters),
             # A large one over few items, so that there is a noise scale.
             calls=lambda step, rank: call_facts(step, rank, local_norm=400.0 + 3 * rank + step % 3),
+            operations=lambda step, _, number=number: recordable(operations[number]) if step == 4 else (),
         )
         for number in range(runs)
     ]
@@ -81,9 +107,9 @@ def _in_cell(step: int, row: int) -> tuple[float, float]:
 @needs_browser
 @pytest.mark.parametrize("runs, charts", [(1, CHARTS), (2, CHARTS + 1)])
 def test_every_chart_is_drawn_and_nobody_is_asked_for_anything(
-    driver: webdriver.Chrome, tmp_path: Path, runs: int, charts: int
+    driver: webdriver.Chrome, pages: dict[int, Path], runs: int, charts: int
 ) -> None:
-    page = Page(driver, _page(tmp_path, runs=runs))
+    page = Page(driver, pages[runs])
     frames = page.run(FRAMES)
     # Several colours in the middle of each frame: something was drawn there.
     canvases = page.run(
@@ -106,7 +132,7 @@ def test_every_chart_is_drawn_and_nobody_is_asked_for_anything(
 
 def _scroll_to(page: Page, chart: int) -> None:
     page.run(
-        "found.filter(element => element.tagName == 'SECTION')[arguments[0]].scrollIntoView({block: 'center'})", chart
+        "document.querySelectorAll('.chart')[arguments[0]].closest('section').scrollIntoView({block: 'center'})", chart
     )
     page.wait_for("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
@@ -121,9 +147,9 @@ def _point_at(page: Page, chart: int, across: float, down: float) -> None:
 
 @needs_browser
 def test_the_pointer_shows_the_parameter_under_it_and_names_from_a_trace_are_text(
-    driver: webdriver.Chrome, tmp_path: Path
+    driver: webdriver.Chrome, pages: dict[int, Path]
 ) -> None:
-    page = Page(driver, _page(tmp_path))
+    page = Page(driver, pages[1])
     for step, row, expected in (
         (4, 1, [HOVERED, "4", "0.25", "3 non-finite elements"]),
         (7, 1, [HOVERED, "7", "2.875", "ranks differ"]),
@@ -155,9 +181,9 @@ BLACK, RED, WHITE, GREY, SKY = (0, 0, 0), (213, 94, 0), (255, 255, 255), (232, 2
     ],
 )
 def test_what_stands_out_has_a_colour_of_its_own(
-    driver: webdriver.Chrome, tmp_path: Path, runs: int, colours: dict[tuple[int, int], tuple[int, int, int]]
+    driver: webdriver.Chrome, pages: dict[int, Path], runs: int, colours: dict[tuple[int, int], tuple[int, int, int]]
 ) -> None:
-    page = Page(driver, _page(tmp_path, runs=runs))
+    page = Page(driver, pages[runs])
     _scroll_to(page, 0)
     left, top, width, height = page.run(FRAMES)[0]
     with Image.open(BytesIO(driver.get_screenshot_as_png())) as picture:
@@ -174,18 +200,23 @@ def test_what_stands_out_has_a_colour_of_its_own(
 
 @needs_browser
 @pytest.mark.parametrize("width, least", [(800, 400), (390, 150)])
-def test_the_page_and_whole_charts_fit_a_narrow_window(
-    driver: webdriver.Chrome, tmp_path: Path, width: int, least: int
+def test_the_page_and_whole_charts_and_tables_with_long_names_fit_a_narrow_window(
+    driver: webdriver.Chrome, pages: dict[int, Path], width: int, least: int
 ) -> None:
-    page = Page(driver, _page(tmp_path, runs=2))
+    page = Page(driver, pages[2])
     page.set_width(width)
-    fits = "return [...document.querySelectorAll('section')].every(part => part.scrollWidth <= part.clientWidth)"
-    page.wait_for(f"{fits} || null")
-    frames = page.run(FRAMES)
+    sections = "document.querySelectorAll('section:has(.chart)')"
+    page.wait_for(f"return [...{sections}].every(part => part.scrollWidth <= part.clientWidth) || null")
+    frames, cells = page.run(FRAMES), page.run(MARKED)
+    is_whole = page.run("return document.documentElement.scrollWidth <= window.innerWidth")
     driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     assert len({(left, frame_width) for left, _, frame_width, _ in frames}) == 1, frames
     assert all(left > 0 and frame_width > least for left, _, frame_width, _ in frames), frames
+    texts = "▶", "8", "8", "forward", LONG, "aten::mm", "inputs agree, output differs"
+    assert [text for text, *_ in cells] == [*texts]
+    assert is_whole
+    assert width < 800 or all(cells[at][1] >= cells[at][2] for at in (3, 5, 6)), cells  # no word is broken
     assert page.console_errors() == []
 
 

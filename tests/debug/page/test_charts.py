@@ -41,9 +41,6 @@ def _map(folder: Path, *planted: Planted, **more: Any) -> Shown:
     return _pages(folder, *({"planted": of_run, **more} for of_run in planted))[0]
 
 
-# Lines
-
-
 def test_every_rank_has_a_line_in_the_colour_of_the_rank_and_the_dash_of_the_run(tmp_path: Path) -> None:
     chart = _local(tmp_path, _with_norms([[1.0, 2.0], [3.0, 4.0]]), _with_norms([[5.0, 6.0], [7.0, 8.0]]))
     lines = [line.glyph for line in chart.glyphs(Line)]
@@ -128,9 +125,8 @@ def test_an_axis_is_logarithmic_where_a_linear_one_would_squeeze(tmp_path: Path)
 
     scales = [type(chart.figure.y_scale).__name__ for chart in charts]
     assert scales == ["LinearScale", "LogScale", "LinearScale"]
-
-
-# The noise scale
+    assert charts[0].title == "Metric 'narrow': the sum over the ranks"  # without sample_size
+    assert charts[0].lines == [([1, 2], [1.0, 19.0])]
 
 
 def _noisy(norms: np.ndarray[Any, Any], reduced: np.ndarray[Any, Any], **more: Any) -> dict[str, Any]:
@@ -169,7 +165,9 @@ def test_the_window_of_the_noise_scale_grows_with_the_run(tmp_path: Path) -> Non
     assert "over 3 recorded steps (A), 20 recorded steps (B) up to it" in caption
 
 
-def test_steps_in_which_the_noise_is_unknown_are_left_out(tmp_path: Path) -> None:
+def test_a_rank_that_took_no_part_has_a_gap_and_steps_in_which_the_noise_is_unknown_are_left_out(
+    tmp_path: Path,
+) -> None:
     def calls(step: int, rank: int) -> Any:
         sits_out = rank == 2 or (rank, step) == (1, 1)  # in step 1 a single rank takes part
         return call_facts(
@@ -183,13 +181,12 @@ def test_steps_in_which_the_noise_is_unknown_are_left_out(tmp_path: Path) -> Non
 
     run = _noisy(np.ones((3, 5)), np.array([1.5, 1.5, nan, 1.5, 1.5]), calls=calls)
     run["planted"][0, 3, "reduced_gradients", A] = (OTHER, 1.0, 1)
-    chart = titled(_pages(tmp_path, run), NOISE)
+    charts = _pages(tmp_path, run)
+    chart, local = titled(charts, NOISE), [values for _, values in titled(charts, LOCAL).lines]
 
+    assert np.isnan(local).tolist() == [[at in gone for at in range(1, 6)] for gone in ((2, 4), (1,), range(1, 6))]
     assert chart.lines[0][0] == [5]
     assert chart.figure.yaxis[0].axis_label == "noise scale [contributions of a rank]"
-
-
-# Who waited
 
 
 def _waits(waited: list[list[float]]) -> dict[str, Any]:
@@ -219,46 +216,28 @@ def test_a_column_names_the_rank_that_was_waited_for_most_often_in_it(tmp_path: 
     assert len(chart.columns) == 267
 
 
-# Parameters of one run
-
-
-def test_a_run_shows_the_norms_of_its_reduced_gradients(tmp_path: Path) -> None:
-    planted = {(0, 2, "reduced_gradients", A): ("aa" * 8, 7.5), (0, 3, "reduced_gradients", B): (None, None)}
-    chart = _map(tmp_path, planted, world_size=1)
-
-    assert chart.rows == ["'a'", "'b'"]
-    assert chart.cell("'a'", "2") == (7.5, "")
-    assert chart.cell("'b'", "2") == (2.25, "")
-    assert chart.cell("'b'", "3")[1] == "no gradient"
-    assert [row[0] for row in chart.labels] == ["no gradient"] * 2  # at the start
-
-
-def test_elements_that_are_not_finite_are_counted_on_every_rank_that_differs(tmp_path: Path) -> None:
+def test_a_run_shows_norms_of_reduced_gradients_elements_not_finite_and_where_ranks_differ(tmp_path: Path) -> None:
     planted = {
-        (0, 2, "reduced_gradients", A): ("aa" * 8, 1.0, 3),
-        (1, 2, "reduced_gradients", A): ("aa" * 8, 1.0, 3),
+        (0, 2, "reduced_gradients", A): ("aa" * 8, 7.5, 3),
+        (1, 2, "reduced_gradients", A): ("aa" * 8, 7.5, 3),
+        (2, 2, "reduced_gradients", A): ("aa" * 8, 7.5, 3),
+        (0, 3, "reduced_gradients", B): (None, None),
+        (1, 3, "reduced_gradients", B): (None, None),
+        (2, 3, "reduced_gradients", B): (None, None),
+        (1, 3, "reduced_gradients", A): (OTHER, 1.0),
         (1, 4, "parameters", PARAMETER_B): (OTHER, 1.0, 9),
-    }
-    chart = _map(tmp_path, planted)
-
-    assert chart.cell("'a'", "2") == (1.0, "NaN or infinity, 3")
-    assert chart.cell("'b'", "4")[1] == "ranks differ, 9"
-    assert chart.cells_with(", ") == {("'a'", "2"), ("'b'", "4")}
-
-
-def test_a_run_marks_where_ranks_hold_other_gradients_or_parameters(tmp_path: Path) -> None:
-    planted = {
-        (1, 2, "reduced_gradients", A): (OTHER, 1.0),
-        (2, 3, "parameters", PARAMETER_B): (OTHER, 2.375),
         (1, 0, "parameters", PARAMETER_A): (OTHER, 1.0),
         (2, 4, "optimizer", "exp_avg of 'a'"): (OTHER, 1.0),  # is not shown
     }
     chart = _map(tmp_path, planted, world_size=3)
 
-    assert chart.cells_with("ranks differ") == {("'a'", "2"), ("'b'", "3"), ("'a'", "start")}
-
-
-# Parameters of two runs
+    assert chart.rows == ["'a'", "'b'"]
+    assert chart.cell("'a'", "2") == (7.5, "NaN or infinity, 3")
+    assert chart.cell("'b'", "2") == (2.25, "")
+    assert chart.cell("'b'", "3")[1] == chart.cell("'b'", "start")[1] == "no gradient"
+    assert chart.cells_with("ranks differ") == {("'a'", "start"), ("'a'", "3"), ("'b'", "4")}
+    assert chart.cell("'b'", "4")[1] == "ranks differ, 9"
+    assert chart.cells_with(", ") == {("'a'", "2"), ("'b'", "4")}
 
 
 def test_two_equal_runs_are_at_distance_0_wherever_they_hold_something(tmp_path: Path) -> None:
@@ -272,8 +251,14 @@ def test_the_distance_of_two_runs_is_that_of_norms_over_the_larger_one(tmp_path:
     a = {
         (0, 2, "reduced_gradients", A): (OTHER, 5.0),  # 1.25 in the other run
         (0, 4, "reduced_gradients", B): (None, None),
+        **{(rank, 2, "reduced_gradients", B): (None, None) for rank in (0, 1)},  # neither run has it
+        # Rank 1 differs alone, or by more than rank 0, which is looked at first.
+        (1, 1, "reduced_gradients", A): (OTHER, 4.5),  # 1.125 in the other run
+        (0, 8, "reduced_gradients", A): ("ee" * 8, 3.0),  # 2 in the other run
+        (1, 8, "reduced_gradients", A): (OTHER, 8.0),
     }
     b = {
+        **{(rank, 2, "reduced_gradients", B): (None, None) for rank in (0, 1)},
         (0, 3, "parameters", PARAMETER_B): (OTHER, 2.375),  # the same norm
         (0, 3, "reduced_gradients", A): (OTHER, 5.5),  # 1.375 in the other run
         (0, 5, "reduced_gradients", B): (OTHER, 0.0),
@@ -283,34 +268,13 @@ def test_the_distance_of_two_runs_is_that_of_norms_over_the_larger_one(tmp_path:
         (0, 7, "reduced_gradients", A): (OTHER, 7.5),  # 1.875
         (0, 7, "parameters", PARAMETER_A): (OTHER, 3.75),
     }
-    chart = _map(tmp_path, a, b, world_size=1, steps=7)
+    chart = _map(tmp_path, a, b, steps=8)
 
-    assert [chart.cell("'a'", step) for step in "2367"] == [(0.75, "bits differ")] * 4
+    assert [chart.cell("'a'", step) for step in "123678"] == [(0.75, "bits differ")] * 6
+    assert chart.cell("'b'", "2") == (0.0, "equal bits")
     assert chart.cell("'b'", "3") == (0.0, "norms equal, bits differ")
     assert chart.cell("'b'", "4") == chart.cell("'b'", "5") == (1.0, "bits differ")
-    assert len(chart.cells_with("bits differ")) == 7
-
-
-def test_what_neither_run_has_is_equal_whatever_else_differs(tmp_path: Path) -> None:
-    lacking = {(0, step, "reduced_gradients", A): (None, None) for step in (2, 3)}
-    planted = {**lacking, (0, 3, "reduced_gradients", B): (OTHER, 1.0)}
-    chart = _map(tmp_path, lacking, planted, names={"reduced_gradients": (A, B)}, world_size=1)
-
-    assert chart.cell("'a'", "2") == chart.cell("'a'", "3") == (0.0, "equal bits")
-    assert chart.cells_with("bits differ") == {("'b'", "3")}
-
-
-def test_a_difference_of_two_runs_on_any_rank_shows(tmp_path: Path) -> None:
-    planted: Planted = {
-        (1, 2, "reduced_gradients", A): (OTHER, 5.0),
-        # Rank 1 differs by more than rank 0, which was looked at first.
-        (0, 3, "reduced_gradients", A): ("ee" * 8, 2.75),
-        (1, 3, "reduced_gradients", A): (OTHER, 5.5),
-    }
-    chart = _map(tmp_path, {}, planted)
-
-    assert chart.cells_with("bits differ") == {("'a'", "2"), ("'a'", "3")}
-    assert chart.cell("'a'", "2")[0] == chart.cell("'a'", "3")[0] == 0.75
+    assert len(chart.cells_with("bits differ")) == 9
 
 
 def test_runs_of_other_sizes_are_compared_on_rank_0(tmp_path: Path) -> None:
@@ -346,9 +310,6 @@ def test_a_later_start_of_another_run_is_one_of_the_steps(tmp_path: Path) -> Non
     runs = {"steps": 4, "start": ()}, {"steps": 1, "environments": environments}
 
     assert _pages(tmp_path, *runs)[0].columns == ["1", "2", "3", "4"]
-
-
-# Down-sampling
 
 
 @pytest.mark.parametrize(
@@ -387,24 +348,6 @@ def test_the_start_has_a_place_of_its_own_before_steps_that_are_far_apart(tmp_pa
     assert "Each column stands for a recorded step, every 10." in chart.captions
 
 
-def test_a_trace_of_a_start_alone_has_one_column(tmp_path: Path) -> None:
-    assert _map(tmp_path, {}, steps=0).columns == ["start"]
-
-
-# Calls as read from traces
-
-
-def test_a_rank_that_took_no_part_has_a_gap(tmp_path: Path) -> None:
-    def calls(step: int, rank: int) -> Any:
-        if (step, rank) == (2, 1):
-            return call_facts(step, rank, took_part=False, local_norm=None, sample_size=0, finite=None)
-        return call_facts(step, rank)
-
-    lines = _local(tmp_path, {"calls": calls, "steps": 3}).lines
-
-    assert np.array_equal([values for _, values in lines], [[1.125, 1.25, 1.375], [2.125, nan, 2.375]], equal_nan=True)
-
-
 def test_a_rank_that_ended_early_leaves_a_gap_and_the_end_of_each_file_is_told(tmp_path: Path) -> None:
     early, damaged = write_trace(tmp_path / "a", steps=3, end=None), write_trace(tmp_path / "b")
     lines = (early / RANK_1).read_bytes().splitlines(keepends=True)
@@ -420,35 +363,20 @@ def test_a_rank_that_ended_early_leaves_a_gap_and_the_end_of_each_file_is_told(t
     assert "rank 1: closed" in text
 
 
-# Metrics and logged values
-
-
-def _weighted(step: int, rank: int) -> Any:
-    return call_facts(step, rank, divisor=10 * step, metrics={"loss": 20.0 * step**2})
-
-
 def _of_values(folder: Path, *runs: dict[str, Any]) -> list[Shown]:
     """The charts of metrics and of logged values."""
     found = _pages(folder, *runs)
     return [chart for chart in found if chart.title.startswith(("Metric", "Logged")) or " more " in chart.title]
 
 
-def test_a_metric_of_calls_without_a_sample_size_is_the_sum_over_the_ranks(tmp_path: Path) -> None:
-    calls = lambda step, rank: call_facts(  # noqa: E731  # short, and used once
-        step, rank, sample_size=None, divisor=2, metrics={"loss": 20.0 * step**2}
-    )
-
-    (chart,) = _of_values(tmp_path, {"calls": calls})
-
-    assert chart.title == "Metric 'loss': the sum over the ranks"
-    assert chart.lines == [([1, 2, 3, 4, 5], [20.0, 80.0, 180.0, 320.0, 500.0])]
-
-
 def test_two_runs_share_the_chart_of_a_metric_which_is_a_mean_per_item(tmp_path: Path) -> None:
+    def weighted(step: int, rank: int) -> Any:
+        return call_facts(step, rank, divisor=10 * step, metrics={"loss": 20.0 * step**2})
+
     def other(step: int, rank: int) -> Any:
         return call_facts(step, rank, divisor=10 * step, metrics={"loss": 10.0 * step, "only": 30.0 * step})
 
-    loss, only = _of_values(tmp_path, {"calls": _weighted}, {"calls": other, "steps": 3})
+    loss, only = _of_values(tmp_path, {"calls": weighted}, {"calls": other, "steps": 3})
 
     assert loss.title == "Metric 'loss': the sum over the ranks, divided by the sum of sample_size"
     assert loss.lines == [([1, 2, 3, 4, 5], [2.0, 4.0, 6.0, 8.0, 10.0]), ([1, 2, 3], [1.0, 1.0, 1.0])]

@@ -2,14 +2,12 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.command import RefusedError
-from tests.helpers.ported import Ported, ported
+from tests.helpers.ported import Ported, end_states, ported
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import assert_same_bits
 
@@ -98,21 +96,8 @@ for x in batches:
     average(module)
     optimizer.step()
 """
-START = f"{HEAD}import math\n\noptimizer = torch.optim.Adam(module.parameters(), lr=0.1)"
-
-
-def _run(rank: int, programs: list[str]) -> list[dict[str, torch.Tensor]]:
-    states = []
-    for program in programs:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
-        module.register_parameter("unused", nn.Parameter(torch.ones(3)))
-        torch.manual_seed(rank + 1)
-        args = type("Args", (), {"world_size": 2})
-        names: dict[str, Any] = {"module": module, "batches": [torch.randn(3, 5) for _ in range(6)], "args": args}
-        exec(compile(program, "train.py", "exec"), names)
-        states.append(module.state_dict())
-    return states
+UNUSED = 'module.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))'
+START = f"{HEAD}import math\n\n{UNUSED}\noptimizer = torch.optim.Adam(module.parameters(), lr=0.1)"
 
 
 def test_a_ported_average_ends_in_the_bits_of_the_average_by_hand(tmp_path: Path) -> None:
@@ -123,21 +108,19 @@ def test_a_ported_average_ends_in_the_bits_of_the_average_by_hand(tmp_path: Path
     assert [program.count("all_reduce(") for program in ours] == [0, 2, 0]  # two in the function that is not called
     assert [program.count("\n") for program in theirs] != [program.count("\n") for program in ours]
 
-    for states in run_ranks(partial(_run, programs=[*theirs, *ours]), 2):
+    for states in run_ranks(partial(end_states, programs=[*theirs, *ours]), 2):
         for before, after in zip(states, states[len(ours) :], strict=False):
             assert_same_bits(after, before)
             assert not torch.equal(before["0.weight"], torch.zeros(8, 5))
 
-
-def test_the_lines_and_the_function_to_delete_are_named(tmp_path: Path) -> None:
-    (flat, held) = (_remarks(ported(START + body, tmp_path)) for body in (FLAT, BUFFER + HELD))
-
-    assert flat == [(False, "lines 10 to 20 reduce gradients by hand; all_reduce_gradients(module) takes their place")]
+    flat, held, _ = map(_remarks, found)  # the lines and the function to delete
+    assert flat == [(False, "lines 11 to 21 reduce gradients by hand; all_reduce_gradients(module) takes their place")]
     ((is_open, text),) = held
     assert not is_open
-    assert text.endswith("takes their place; delete reduce_and_rescale() in lines 6 to 35, if nothing else calls it")
+    assert text.endswith("takes their place; delete reduce_and_rescale() in lines 7 to 36, if nothing else calls it")
 
 
+LOOP = "for p in net.parameters():\n    dist.all_reduce(p.grad)\n"
 # Lines of an average, and those in their place.
 REPLACED = {
     "one loop": (
@@ -172,6 +155,12 @@ REPLACED = {
         "        p.grad /= world_size\n",
         "for group in groups:\n    all_reduce_gradients(group['params'])\n",
     ),
+    "a factor": (f"{LOOP}    p.grad.mul_(1.0 / dist.get_world_size())\n", "all_reduce_gradients(net)\n"),
+    "another factor": (f"{LOOP}    p.grad *= 1 / float(args.world_size)\n", "all_reduce_gradients(net)\n"),
+    "a count of the environment": (
+        f"{LOOP}    p.grad /= float(os.environ['WORLD_SIZE'])\n",
+        "all_reduce_gradients(net)\n",
+    ),
     "a method, and no gradients": (
         "def f(self):\n    grads = [p.grad for p in self.parameters() if p.grad is not None]\n    if not grads:\n"
         "        return\n    for grad in grads:\n        dist.all_reduce(grad)\n        grad /= self.world_size\n",
@@ -187,7 +176,6 @@ def test_the_call_takes_the_place_of_the_lines(name: str, tmp_path: Path) -> Non
     assert ported(HEAD + before, tmp_path).after == HEAD + IMPORT + after
 
 
-LOOP = "for p in net.parameters():\n    dist.all_reduce(p.grad)\n"
 # Lines that are no mean, or do something else, and words of the remark.
 DECISIONS = {
     "a sum": (LOOP, "do not divide by the number of ranks"),
@@ -195,7 +183,7 @@ DECISIONS = {
     "tokens": (f"{LOOP}    p.grad /= tokens\n", "divide by tokens"),
     "a mean, and a factor": (LOOP.replace("grad)", "grad, dist.ReduceOp.AVG)") + "    p.grad *= 2\n", "multiply by 2"),
     "the greatest": (LOOP.replace("grad)", "grad, op=dist.ReduceOp.MAX)"), "another operation than a sum"),
-    "something else": (f"{LOOP}    p.grad /= world_size\n    log(p)\n", "line 6 is about something else"),
+    "something else": (f"{LOOP}    p.grad /= world_size\n    log(p)\n", "line 7 is about something else"),
     "a condition": (
         "for n, p in net.named_parameters():\n    if 'bias' in n:\n        dist.all_reduce(p.grad)\n"
         "        p.grad /= world_size\n",
@@ -213,12 +201,30 @@ DECISIONS = {
         "other lines read what they compute",
     ),
     "a hook": (f"{LOOP}    p.grad /= world_size\nnet.weight.register_hook(f)\n", "goes behind backward()"),
-    "a wrapper of torch DDP": (
-        "from torch.nn.parallel import DistributedDataParallel as DDP\nnet = DDP(net)\n"
-        f"{LOOP}    p.grad /= world_size\nloss.backward()\n",
-        "that torch DDP wraps here",
-    ),
     "one line": ("for p in net.parameters(): dist.all_reduce(p.grad, dist.ReduceOp.AVG); f()\n", "something else"),
+    # A factor besides the number of ranks.
+    "4": (f"{LOOP}    p.grad /= 4 * dist.get_world_size()\n", "divide by 4 * dist.get_world_size()"),
+    "3": (f"{LOOP}    p.grad.copy_(p.grad / (3 * world_size))\n", "divide by 3 * world_size"),
+    "a factor 4": (f"{LOOP}    p.grad *= 4 / world_size\n", "multiply by 4 / world_size"),
+    "the count as a factor": (f"{LOOP}    p.grad.mul_(world_size)\n", "multiply by world_size"),
+    "weight decay": (f"{LOOP}    p.grad = p.grad / world_size + 1e-3 * p.data\n", "line 6 is about something else"),
+    "a sign": (f"{LOOP}    p.grad = -p.grad / world_size\n", "line 6 is about something else"),
+    # An average that is not understood.
+    "halves": (
+        "for p in net.parameters():\n    g = p.grad.half()\n    dist.all_reduce(g)\n    p.grad.copy_(g / 2)\n",
+        "",
+    ),
+    "a norm in between": (
+        "flat = torch.cat([p.grad.view(-1) for p in net.parameters()])\ndist.all_reduce(flat)\n"
+        "flat /= dist.get_world_size()\nprint(flat.norm().item())\n"
+        "torch.nn.utils.vector_to_parameters(flat, [p.grad for p in net.parameters()])\n",
+        "",
+    ),
+    "a function of a library": (
+        "from mylib import all_reduce_and_rescale\ngrads = [p.grad.data for p in net.parameters()]\n"
+        "all_reduce_and_rescale(grads, 1.0)\n",
+        "",
+    ),
 }
 
 
@@ -226,23 +232,47 @@ DECISIONS = {
 def test_what_may_be_no_mean_of_a_module_is_left_to_the_user(name: str, tmp_path: Path) -> None:
     lines, words = DECISIONS[name]
 
-    found = ported(HEAD + lines, tmp_path)
+    found = ported(f"{HEAD}loss.backward()\n{lines}optimizer.step()\n", tmp_path)
 
-    assert any(is_open and words in text for is_open, text in _remarks(found)), _remarks(found)
+    ((is_open, text),) = _remarks(found)
+    assert is_open
+    assert "by hand" in text
+    assert words in text
+    assert "wrapper" not in text
+    assert found.after == found.before
+
+
+def test_an_average_of_a_module_that_torch_ddp_wraps_is_left_to_the_user(tmp_path: Path) -> None:
+    wrapped = "from torch.nn.parallel import DistributedDataParallel as DDP\nnet = DDP(net)\n"
+    found = ported(f"{HEAD}{wrapped}{LOOP}    p.grad /= world_size\nloss.backward()\n", tmp_path)
+
+    assert any(is_open and "that torch DDP wraps here" in text for is_open, text in _remarks(found)), _remarks(found)
     assert "all_reduce_gradients" not in found.after
 
 
+SHARDED = (
+    "import torch.distributed as dist\nfrom torch.optim import Optimizer\n\n\nclass Sharded(Optimizer):\n"
+    "    def step(self):\n"
+    "        for p in self.params:\n            grad = p.grad\n            dist.reduce_scatter_tensor(part, grad)\n"
+)
+
+
 @pytest.mark.parametrize(
-    "lines",
+    "lines, words",
     [
-        "norm = torch.stack([p.grad.norm() for p in net.parameters()]).sum()\ndist.all_reduce(norm)\n",
-        "flat = torch.cat([p.grad.flatten() for p in net.parameters()])\ndist.all_reduce(flat)\nlog(flat)\n",
-        "for p in net.parameters():\n    dist.all_reduce(p.data)\n    p.data /= world_size\n    p.grad = None\n",
-        "loss = loss / p.grad.numel()\ndist.all_reduce(loss)\n",
+        ("norm = torch.stack([p.grad.norm() for p in net.parameters()]).sum()\ndist.all_reduce(norm)\n", ""),
+        ("flat = torch.cat([p.grad.flatten() for p in net.parameters()])\ndist.all_reduce(flat)\nlog(flat)\n", ""),
+        ("for p in net.parameters():\n    dist.all_reduce(p.data)\n    p.data /= world_size\n    p.grad = None\n", ""),
+        ("loss = loss / p.grad.numel()\ndist.all_reduce(loss)\n", ""),
+        (SHARDED.replace("part, grad", "p, p.data"), ""),
+        (
+            "def average(tensors):\n    for tensor in tensors:\n        dist.all_reduce(tensor)\n        tensor /= 2\n",
+            ".* goes with the file that calls it",
+        ),
     ],
 )
-def test_a_collective_about_something_else_is_no_average_of_gradients(lines: str, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="nothing to port"):
+def test_a_collective_about_something_else_is_no_average_of_gradients(lines: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=f"nothing to port{words}"):
         ported(HEAD + lines, tmp_path)
 
 
@@ -268,11 +298,6 @@ def test_a_division_before_the_sum_says_that_it_may_round_differently(tmp_path: 
 
 STEP = "from lib.helpers import average_grads, Sharded\nloss.backward()\naverage_grads({})\noptimizer.step()\n"
 HELPER = "import torch.distributed as dist\n\ndef average_grads(grads, count):\n    for g in grads:\n"
-SHARDED = (
-    "import torch.distributed as dist\nfrom torch.optim import Optimizer\n\n\nclass Sharded(Optimizer):\n"
-    "    def step(self):\n"
-    "        for p in self.params:\n            grad = p.grad\n            dist.reduce_scatter_tensor(part, grad)\n"
-)
 
 
 @pytest.mark.parametrize(
@@ -314,87 +339,8 @@ def test_an_optimizer_that_reduces_is_named_here_and_in_files_behind_those_that_
     assert here.startswith(f"{words}: leave")
 
 
-def test_an_optimizer_that_sends_parameters_alone_is_not_one_that_reduces(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="nothing to port"):
-        ported(SHARDED.replace("part, grad", "p, p.data"), tmp_path)
-
-
-LINES = """for x in batches:
-    module(x).sum().backward()
-    for p in module.parameters():
-        dist.all_reduce(p.grad)
-        {}
-    optimizer.step()
-"""
-
-
-@pytest.mark.parametrize(
-    "line, told",
-    [
-        ("p.grad /= 4 * dist.get_world_size()", "divide by 4 * dist.get_world_size()"),
-        ("p.grad.div_(2 * dist.get_world_size())", "divide by 2 * dist.get_world_size()"),
-        ("p.grad.copy_(p.grad / (3 * dist.get_world_size()))", "divide by 3 * dist.get_world_size()"),
-        ("p.grad /= dist.get_world_size() - 1", "divide by dist.get_world_size() - 1"),
-        ("p.grad *= 4 / dist.get_world_size()", "multiply by 4 / dist.get_world_size()"),
-        ("p.grad *= dist.get_world_size()", "multiply by dist.get_world_size()"),
-        ("p.grad.mul_(world_size)", "multiply by world_size"),
-        ("p.grad = p.grad / dist.get_world_size() + 1e-3 * p.data", "line 7 is about something else"),
-        ("p.grad = -p.grad / dist.get_world_size()", "line 7 is about something else"),
-    ],
-)
-def test_a_factor_besides_the_number_of_ranks_is_never_dropped(line: str, told: str, tmp_path: Path) -> None:
-    found = ported(f"{HEAD}{LINES.format(line)}", tmp_path)
-
-    assert found.after == found.before
-    assert [is_open for is_open, _ in _remarks(found)] == [True]
-    assert told in _remarks(found)[0][1]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "p.grad.mul_(1.0 / dist.get_world_size())",
-        "p.grad *= 1 / float(args.world_size)",
-        "p.grad /= float(os.environ['WORLD_SIZE'])",
-    ],
-)
-def test_a_division_by_the_number_of_ranks_is_known_in_each_form(line: str, tmp_path: Path) -> None:
-    found = ported(f"{HEAD}import os\n{LINES.format(line)}", tmp_path)
-
-    assert "all_reduce_gradients(module)" in found.after
-    assert "dist.all_reduce" not in found.after
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
-        "for p in module.parameters():\n    g = p.grad.half()\n    dist.all_reduce(g)\n    p.grad.copy_(g / 2)",
-        "flat = torch.cat([p.grad.view(-1) for p in module.parameters()])\ndist.all_reduce(flat)\n"
-        "flat /= dist.get_world_size()\nprint(flat.norm().item())\n"
-        "torch.nn.utils.vector_to_parameters(flat, [p.grad for p in module.parameters()])",
-        "from mylib import all_reduce_and_rescale\ngrads = [p.grad.data for p in module.parameters()]\n"
-        "all_reduce_and_rescale(grads, 1.0)",
-    ],
-)
-def test_an_average_that_is_not_understood_is_told_and_no_wrapper_is_spoken_of(lines: str, tmp_path: Path) -> None:
-    found = ported(f"{HEAD}module(x).sum().backward()\n{lines}\noptimizer.step()\n", tmp_path)
-
-    assert found.after == found.before
-    ((is_open, text),) = _remarks(found)
-    assert is_open
-    assert "by hand" in text
-    assert "wrapper" not in text
-
-
 def test_a_clip_before_the_average_is_told(tmp_path: Path) -> None:
-    clip = "    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)\n"
-    text = HEAD + LINES.format("p.grad /= dist.get_world_size()").replace("backward()\n", f"backward()\n{clip}", 1)
-    found = ported(text, tmp_path)
+    clip = "clip_grad_norm_(net.parameters(), 0.5)\n"
+    found = ported(f"{HEAD}loss.backward()\n{clip}{LOOP}    p.grad /= world_size\noptimizer.step()\n", tmp_path)
 
     assert any("clips the gradients of each rank alone" in text and not is_open for is_open, text in _remarks(found))
-
-
-def test_a_file_with_a_helper_alone_names_the_file_toported(tmp_path: Path) -> None:
-    helper = "def average(tensors):\n    for tensor in tensors:\n        dist.all_reduce(tensor)\n        tensor /= 2\n"
-    with pytest.raises(RefusedError, match="goes with the file that calls it"):
-        ported(f"{HEAD}{helper}", tmp_path)
