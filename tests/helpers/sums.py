@@ -114,6 +114,12 @@ def mixed_model(**options: Any) -> LegacyDistributedDataParallel:
     return wrap_reproducible([torch.ones(numel, dtype=dtype) for dtype in DTYPES for numel in SIZES], **options)
 
 
+def transport_line(model: LegacyDistributedDataParallel) -> str:
+    """The line about the transport in the text of the wrapper."""
+    (line,) = [text.strip() for text in repr(model).splitlines() if "transport:" in text]
+    return line
+
+
 # Gradients that are known on all ranks, and the sums that differ from sums by hand
 
 SUMMED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)

@@ -1,6 +1,7 @@
 """Uses that reproducible=True refuses: an error on every rank, and the next step is right."""
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers import logged_warnings
 from tests.helpers.cases import get_gradients
-from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.small_models import Said, error_of
 from tests.helpers.sums import bring, wrap_reproducible
@@ -44,29 +44,18 @@ def _see(rank: int, act: Callable[[Model, int], None], checks: Checks | None) ->
     _leaf(model, 3.0 + rank)
     model.all_reduce(sample_size=1)
     logged_warnings.take()  # of several backward passes in one micro-batch
-    return _Seen(said, ranks, [grad.tolist() for grad in get_gradients(model.module) if grad is not None])
+    return _Seen(said, ranks, _left(model))
 
 
-def _other_counts(model: Model, rank: int) -> None:
-    for _ in range(4 - rank):
+def _left(model: Model) -> list[Any]:
+    return [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
+
+
+def _leaves(counts: tuple[int, int], model: Model, rank: int, **arguments: Any) -> None:
+    """So many micro-batches on each rank."""
+    for _ in range(counts[rank]):
         _leaf(model)
-    model.all_reduce(sample_size=1)
-
-
-def _three_each(model: Model, rank: int) -> None:
-    for _ in range(3):
-        _leaf(model)
-    model.all_reduce(sample_size=1)
-
-
-def _no_sample_size(model: Model, rank: int) -> None:
-    _leaf(model)
-    model.all_reduce()
-
-
-def _skips(model: Model, rank: int) -> None:
-    _leaf(model)
-    model.all_reduce(sample_size=1, skip=True)
+    model.all_reduce(**{"sample_size": 1, **arguments})
 
 
 def _one_without_sample_size(model: Model, rank: int) -> None:
@@ -76,13 +65,10 @@ def _one_without_sample_size(model: Model, rank: int) -> None:
 
 def _exception_inside(model: Model, rank: int) -> None:
     _leaf(model)
-    try:
-        with model.no_sync():
-            bring(model.module, [torch.ones(2, 2)])
-            if rank == 1:
-                raise MemoryError("no room")
-    except MemoryError:
-        pass
+    with suppress(MemoryError), model.no_sync():
+        bring(model.module, [torch.ones(2, 2)])
+        if rank == 1:
+            raise MemoryError("no room")
     model.all_reduce(sample_size=1)
 
 
@@ -104,16 +90,10 @@ def _forgotten_zero_grad(model: Model, rank: int) -> None:
             model.zero_grad()
 
 
-def _sparse(model: Model, rank: int) -> None:
-    with model.no_sync():
+def _sparse(model: Model, rank: int, *, in_block: bool) -> None:
+    with model.no_sync() if in_block else nullcontext():
         for parameter in model.parameters():
             parameter.grad = torch.ones(2, 2).to_sparse() if rank else torch.ones(2, 2)
-    model.all_reduce(sample_size=1)
-
-
-def _sparse_last(model: Model, rank: int) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.ones(2, 2).to_sparse() if rank else torch.ones(2, 2)
     model.all_reduce(sample_size=1)
 
 
@@ -204,11 +184,13 @@ def _changed(change: Callable[[nn.Module], Callable[[], object]], words: str) ->
 
 CASES = {
     "numbers of micro-batches differ": _Case(
-        _other_counts, "DesyncError", ("rank 1 has 3", "rank 0 has 4", "1 x 8, 2 x 4, 4 x 2, 8 x 1")
+        partial(_leaves, (4, 3)), "DesyncError", ("rank 1 has 3", "rank 0 has 4", "1 x 8, 2 x 4, 4 x 2, 8 x 1")
     ),
-    "no power of two": _Case(_three_each, "DesyncError", ("3 on each of 2 ranks", "1 x 6, 3 x 2, 6 x 1")),
-    "no sample_size": _Case(_no_sample_size, "ValueError", ("sample_size is missing", "reproducible=True")),
-    "skip": _Case(_skips, "ValueError", ("skip is not usable", "sample_size=0")),
+    "no power of two": _Case(partial(_leaves, (3, 3)), "DesyncError", ("3 on each of 2 ranks", "1 x 6, 3 x 2, 6 x 1")),
+    "no sample_size": _Case(
+        partial(_leaves, (1, 1), sample_size=None), "ValueError", ("sample_size is missing", "reproducible=True")
+    ),
+    "skip": _Case(partial(_leaves, (1, 1), skip=True), "ValueError", ("skip is not usable", "sample_size=0")),
     "no sample_size on one rank": _of_rank_1(_one_without_sample_size, "sample_size is missing"),
     "an exception in a micro-batch": _of_rank_1(_exception_inside, "micro-batch 2", "MemoryError: no room"),
     "a micro-batch outside before a block": _of_rank_1(_outside_and_inside, "GradientError", "outside of any"),
@@ -231,8 +213,8 @@ CASES = {
     ),
 }
 SPARSE = {
-    "in a block": _of_rank_1(_sparse, "grad of '0' is sparse"),
-    "after the blocks": _of_rank_1(_sparse_last, "grad of '0' is sparse"),
+    "in a block": _of_rank_1(partial(_sparse, in_block=True), "grad of '0' is sparse"),
+    "after the blocks": _of_rank_1(partial(_sparse, in_block=False), "grad of '0' is sparse"),
 }
 
 
@@ -262,17 +244,10 @@ def test_a_sparse_gradient_is_refused_by_name(name: str) -> None:
     _check(_seen("SPARSE")[name], SPARSE[name])
 
 
+@pytest.mark.usefixtures("alone")
 def test_reduce_dtype_is_refused_with_the_reason() -> None:
-    said = _wrap_with_reduce_dtype()[0]
-
-    assert said is not None
-    assert said[0] == "ValueError"
-    assert "reduce_dtype is not usable with reproducible=True: got torch.bfloat16" in said[1]
-
-
-@on_ranks(1)
-def _wrap_with_reduce_dtype(rank: int) -> Said:
-    return error_of(wrap_reproducible, [torch.ones(1)], reduce_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"reduce_dtype is not usable with reproducible=True: got torch\.bfloat16"):
+        wrap_reproducible([torch.ones(1)], reduce_dtype=torch.bfloat16)
 
 
 @on_ranks(2)
@@ -289,7 +264,7 @@ def test_ranks_with_other_modes_are_a_layout_error() -> None:
     assert "'reproducible'" in said[0][1]
 
 
-# --- who takes no part ------------------------------------------------------------------------------------------------
+# Who takes no part
 
 
 def _no_part(rank: int, taking: tuple[int, ...]) -> tuple[bool, tuple[int, ...], list[Any]]:
@@ -297,25 +272,24 @@ def _no_part(rank: int, taking: tuple[int, ...]) -> tuple[bool, tuple[int, ...],
     for _ in range(2 if rank in taking else 3):
         _leaf(model, 1.0 if rank in taking else float("nan"))
     record = model.all_reduce(sample_size=2 if rank in taking else 0)
-    found = [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
+    found = _left(model)
     model.zero_grad()
     _leaf(model)
     model.all_reduce(sample_size=1)
-    found += [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
-    return record.skipped, record.skipped_ranks, found
+    return record.skipped, record.skipped_ranks, found + _left(model)
 
 
-@pytest.mark.parametrize(
-    "taking, expected",
-    [((0,), [[1.0] * 2] * 2), ((1,), [[1.0] * 2] * 2), ((), None)],
-    ids=["first", "second", "none"],
-)
-def test_a_rank_with_sample_size_0_counts_as_zeros(taking: tuple[int, ...], expected: Any) -> None:
-    skipped = tuple(rank for rank in range(2) if rank not in taking)
-    assert run_ranks(partial(_no_part, taking=taking), 2) == [(not taking, skipped, [expected, [[1.0] * 2] * 2])] * 2
+def test_a_rank_with_sample_size_0_counts_as_zeros() -> None:
+    ones = [[1.0] * 2] * 2
+
+    assert run_cases(_no_part, 2, {"first": ((0,),), "second": ((1,),), "none": ((),)}) == {
+        "first": [(False, (1,), [ones, ones])] * 2,
+        "second": [(False, (0,), [ones, ones])] * 2,
+        "none": [(True, (0, 1), [None, ones])] * 2,
+    }
 
 
-# --- what is told of a step -------------------------------------------------------------------------------------------
+# What is told of a step
 
 
 @pytest.mark.cpu("norms are not read on a device")
