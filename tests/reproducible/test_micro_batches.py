@@ -22,6 +22,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, error_of
 from tests.helpers.sums import Window, bring, take, tree_sum, wrap_reproducible
+from tests.helpers.tiers import thorough
 
 Model = LegacyDistributedDataParallel
 
@@ -205,7 +206,7 @@ def _flat_tensors(rank: int, each: int) -> int:
     return len(found - {parameter.data_ptr() for parameter in wrapped.parameters()})
 
 
-@pytest.mark.parametrize("each, copies", [(1, 2), (2, 3), (4, 4), (8, 5)])
+@pytest.mark.parametrize("each, copies", [(1, 2), (4, 4), thorough(8, 5)])
 def test_memory_is_two_gradients_more_than_the_logarithm(transport: str, each: int, copies: int) -> None:
     """In shared memory a single micro-batch needs no memory to receive."""
     if transport == "host" and each == 1:

@@ -30,14 +30,18 @@ def _leaf(model: Model, value: float = 1.0) -> None:
         bring(model.module, [torch.full((2, 2), value)])
 
 
-def _see(rank: int, act: Callable[[Model, int], None], checks: Checks | None) -> _Seen:
-    model = wrap_reproducible([torch.ones(2, 2)], **({} if checks is None else {"checks": checks}))
+def _see(rank: int, name: str) -> _Seen:
+    case = (CASES | SPARSE)[name]
+    model = wrap_reproducible([torch.ones(2, 2)], **({} if case.checks is None else {"checks": case.checks}))
+    parameter = next(model.parameters())
     said, ranks = None, ()
     try:
-        act(model, rank)
+        case.act(model, rank)
     except (LegacyDDPError, ValueError) as error:
         said = type(error).__name__, str(error)
         ranks = error.ranks if isinstance(error, LegacyDDPError) else ()
+    model.module._parameters.clear()
+    model.module._parameters["0"] = parameter.requires_grad_()
     model.zero_grad()
     # Where parameters were exchanged, passes before it count on.
     _leaf(model, 1.0 + rank)
@@ -109,52 +113,26 @@ def _step_without_call(model: Model, rank: int) -> None:
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
-def _change_in_between(change: Callable[[nn.Module], Callable[[], object]], model: Model, rank: int) -> None:
-    """A step whose first micro-batch is that of other parameters. ``change`` returns what restores them."""
+def _change_in_between(change: Callable[[nn.Module], object], model: Model, rank: int) -> None:
+    """A step whose first micro-batch is that of other parameters."""
     module = model.module
-    frozen = nn.Parameter(torch.ones(1), requires_grad=False)
-    module.register_parameter("other", frozen)
-    restore: Callable[[], object] = lambda: None  # noqa: E731
-    try:
-        with model.no_sync():
-            module.get_parameter("0").sum().backward()
-        restore = change(module)
-        with model.no_sync():
-            module.get_parameter("0").grad = torch.ones(2, 2)
-        model.all_reduce(sample_size=1)
-    finally:
-        restore()
-        del module._parameters["other"]
-        model.zero_grad()
+    module.register_parameter("other", nn.Parameter(torch.ones(1), requires_grad=False))
+    with model.no_sync():
+        module.get_parameter("0").sum().backward()
+    change(module)
+    with model.no_sync():
+        module.get_parameter("0").grad = torch.ones(2, 2)
+    model.all_reduce(sample_size=1)
 
 
-def _thaw(module: nn.Module) -> Callable[[], object]:
-    return partial(module.get_parameter("other").requires_grad_(True).requires_grad_, False)
-
-
-def _freeze(module: nn.Module) -> Callable[[], object]:
-    return partial(module.get_parameter("0").requires_grad_(False).requires_grad_, True)
-
-
-def _add(module: nn.Module) -> Callable[[], object]:
-    module.register_parameter("new", nn.Parameter(torch.ones(1)))
-    return partial(module._parameters.pop, "new")
-
-
-def _replace(module: nn.Module) -> Callable[[], object]:
-    before = module.get_parameter("0")
+def _replace(module: nn.Module) -> None:
     module.register_parameter("0", nn.Parameter(torch.ones(2, 2)))
-    return partial(module.register_parameter, "0", before)
 
 
 def _replaced_after_the_blocks(model: Model, rank: int) -> None:
     _leaf(model)
-    restore = _replace(model.module)
-    try:
-        model.all_reduce(sample_size=1)
-    finally:
-        restore()
-        model.zero_grad()
+    _replace(model.module)
+    model.all_reduce(sample_size=1)
 
 
 def _nan(model: Model, rank: int) -> None:
@@ -177,7 +155,7 @@ def _of_rank_1(act: Callable[[Model, int], None], *words: str) -> _Case:
     return _Case(act, "PeerError", ("rank 1", *words), ranks=(1,))
 
 
-def _changed(change: Callable[[nn.Module], Callable[[], object]], words: str) -> _Case:
+def _changed(change: Callable[[nn.Module], object], words: str) -> _Case:
     words = f"the micro-batches of a step ({words}): gradients of the earlier micro-batches do not fit"
     return _Case(partial(_change_in_between, change), "GradientError", (words,))
 
@@ -197,9 +175,17 @@ CASES = {
     "a forgotten zero_grad()": _of_rank_1(_forgotten_zero_grad, "GradientError", "zero_grad() before every step"),
     "a second call": _Case(_twice, "GradientError", ("second time",)),
     "a step without the call": _Case(_step_without_call, "UnsynchronizedStepError", ("'0'",)),
-    "a parameter thawed within a step": _changed(_thaw, "parameter 'other' was frozen, and is trainable now"),
-    "a parameter frozen within a step": _changed(_freeze, "parameter '0' was trainable, and is frozen now"),
-    "a parameter added within a step": _changed(_add, "parameter 'new' is new"),
+    "a parameter thawed within a step": _changed(
+        lambda module: module.get_parameter("other").requires_grad_(True),
+        "parameter 'other' was frozen, and is trainable now",
+    ),
+    "a parameter frozen within a step": _changed(
+        lambda module: module.get_parameter("0").requires_grad_(False),
+        "parameter '0' was trainable, and is frozen now",
+    ),
+    "a parameter added within a step": _changed(
+        lambda module: module.register_parameter("new", nn.Parameter(torch.ones(1))), "parameter 'new' is new"
+    ),
     "a parameter replaced within a step": _changed(_replace, "parameter '0' is another tensor now"),
     "a parameter replaced after the blocks": _Case(
         _replaced_after_the_blocks, "GradientError", ("parameter '0' is another tensor now",)
@@ -219,9 +205,8 @@ SPARSE = {
 
 
 @once
-def _seen(name: str) -> dict[str, list[_Seen]]:
-    table: dict[str, _Case] = globals()[name]
-    return run_cases(_see, 2, {key: (case.act, case.checks) for key, case in table.items()})
+def _seen(*names: str) -> dict[str, list[_Seen]]:
+    return run_cases(_see, 2, {name: (name,) for name in names})
 
 
 def _check(seen: list[_Seen], case: _Case) -> None:
@@ -235,13 +220,13 @@ def _check(seen: list[_Seen], case: _Case) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_refused_is_an_error_on_every_rank_and_the_next_step_is_right(name: str) -> None:
-    _check(_seen("CASES")[name], CASES[name])
+    _check(_seen(*CASES)[name], CASES[name])
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_sparse_gradient_is_refused_by_name(name: str) -> None:
-    _check(_seen("SPARSE")[name], SPARSE[name])
+    _check(_seen(*SPARSE)[name], SPARSE[name])
 
 
 @pytest.mark.usefixtures("alone")

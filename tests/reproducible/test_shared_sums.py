@@ -40,7 +40,7 @@ def _differences(rank: int, world_size: int) -> tuple[str, list[int]]:
     return transport_line(model), wrong
 
 
-@pytest.mark.parametrize("world_size", [thorough(2), 3, 4, *map(thorough, [5, *tiers.choose([6, 7, 8], [8])])])
+@pytest.mark.parametrize("world_size", [3, *map(thorough, [2, 4, 5, *tiers.choose([6, 7, 8], [8])])])
 def test_any_number_of_ranks_gives_the_bits_of_one_process_on_either_transport(transport: str, world_size: int) -> None:
     line = "transport: host" if transport == "host" else 'transport: gloo (transport="gloo")'
     assert run_ranks(_differences, world_size, world_size) == [(line, [])] * world_size
