@@ -58,12 +58,11 @@ def test_a_rate_counts_the_bits_that_a_rank_has_to_send() -> None:
     # times 256, with 4 + 4 + 1 times 256 biases and two norms; a last norm.
     numel = 3328 * 256 + 12 * 256**2 + (4 + 4 + 1 + 4) * 256 + 2 * 256
 
-    for world_size in (2, 3):
-        for found in run_ranks(_goodput, world_size):
-            ring = 2 * (world_size - 1) / world_size
-            assert found["bare all_reduce"] == pytest.approx(ring * 32 * numel / 1e6)
-            assert found["bare all_reduce, bf16"] == pytest.approx(ring * 16 * numel / 1e6)
-            assert found["send, rank 0 to 1"] == pytest.approx(32 * numel / 1e6)
+    for found in run_ranks(_goodput, 3):
+        ring = 2 * 2 / 3
+        assert found["bare all_reduce"] == pytest.approx(ring * 32 * numel / 1e6)
+        assert found["bare all_reduce, bf16"] == pytest.approx(ring * 16 * numel / 1e6)
+        assert found["send, rank 0 to 1"] == pytest.approx(32 * numel / 1e6)
 
 
 def _table(**intervals: tuple[float, float, float]) -> dict[str, Any]:
@@ -152,7 +151,6 @@ def test_two_hosts_are_measured_and_judged(tmp_path: Path) -> None:
     assert list(results["rates"]) == list(results["summary"]) == ["2 Gbit/s"]
     for rate in results["rates"].values():
         assert list(rate["step, update-freq 8"]["variants"]) == list(worker.VARIANTS)
-
         assert rate["reached"]["share_of_rate"]["send, rank 0 to 1"] < 1.25  # what may leave at once is 8 % here
     assert list(results["aims"]) == ["update-freq 8"]
     assert list(results["aims"]["update-freq 8"]) == ["off", "info", "bf16"]

@@ -31,7 +31,6 @@ def _gradients(rank: int) -> list[Any]:
 
 
 def _tensors(calls: Any, name: str) -> list[Any]:
-
     if name == CALLS[0]:
         return [calls._flat]
     return [p.grad for p in calls._models["ours, off" if "off" in name else "ours, info"].parameters]

@@ -27,25 +27,20 @@ from tests.helpers.scripts import fork_script, run_script
 BENCHMARKS = ROOT / "benchmarks"
 CALLS = ["bare all_reduce", "ours, off, views", "ours, off, to pack", "ours, info, views", "ours, info, to pack"]
 IN_DEBUG = {"detail": 1.25, "check every 10 steps": 1.05}
-SMALL = ("train_lm", "1,000 small tensors")
+SMALL = "1,000 small tensors"
 OPERATIONS = ["plain", "plain again", "recorder", "with operations"]
 
 # A script, its number of ranks (0: it starts its own), its arguments, and the outline of its results: names, values
 # that do not depend on the machine, and None for all others. A list: all names, in their order.
 RUNS: list[tuple[str, int, str, Any]] = [
-    ("bench_agree", 2, "step --layers 1", {"step, update-freq 1, 2 ranks, zero_grad()": {"aim": 1.05}}),
+    ("bench_agree", 2, "step --layers 1 --update-freq 1", {"step, update-freq 1, 2 ranks, zero_grad()": {"aim": 1.05}}),
     ("bench_agree", 4, "header --hosts 2", {"run": {"4": ["barrier", "all_gather", "tree", "agree()"]}, "aims": {}}),
     ("bench_all_reduce", 2, "--layers 1", ["call, transformer, 2 ranks", "parts, transformer, 2 ranks"]),
-    ("bench_debug", 2, "step", {f"step of {name}, 2 ranks": {"aims": IN_DEBUG} for name in SMALL}),
+    ("bench_debug", 2, f"step --models '{SMALL}'", {f"step of {SMALL}, 2 ranks": {"aims": IN_DEBUG}}),
     ("bench_debug", 1, "digest --max-bytes 65536", {"4 KiB": ["copy", "digest"], "1,000 x 9 KiB": ["copy", "digest"]}),
-    ("bench_digest", 2, "--layers 1", [f"step of {name}, 2 ranks" for name in (*SMALL, "transformer")]),
+    ("bench_digest", 2, "--layers 1", [f"step of {name}, 2 ranks" for name in ("train_lm", SMALL, "transformer")]),
     ("bench_operations", 1, "", {"step of train_lm, 1 ranks": {"variants": OPERATIONS, "operations": 3007}}),
-    (
-        "bench_scale",
-        2,
-        "tensors --counts 1 3 --ddp-up-to 1",
-        {"1 tensors": {"call": CALLS}, "3 tensors": None},
-    ),
+    ("bench_scale", 2, "tensors --counts 1 3 --ddp-up-to 1", {"1 tensors": {"call": CALLS}, "3 tensors": None}),
     ("bench_scale", 2, "replan --counts 1", {"1 tensors": ["nothing changed", "one parameter frozen or thawed"]}),
     ("bench_scale", 2, "bytes --largest-mib 5", {size: {"call": CALLS} for size in ("1 MiB", "4 MiB")}),
     ("bench_scale", 4, "ranks --largest-mib 1", {"run, 1,000 tensors": None, "reasoned": {"ours": ["off", "info"]}}),
@@ -63,8 +58,8 @@ RUNS: list[tuple[str, int, str, Any]] = [
     ),
     ("_hosts_worker", 2, "--update-freq 2 --layers 1", ["distance_from_ddp", "link", "step, update-freq 2"]),
     ("bench_trace", 0, "--steps 12 --parameters 3 --repeats 1", {"12": ["equal", "different", "ranks of one"]}),
-    ("bench_memory", 0, "--models resnet --steps 3 --repeats 2 --variants 'torch DDP'", ["resnet"]),
-    ("bench_wire", 0, "--seeds 0 --wires 'their own' float16 --steps 3", ["their own", "float16"]),
+    ("bench_memory", 0, "--models small --steps 3 --repeats 1 --variants 'torch DDP'", ["small"]),
+    ("bench_wire", 0, "--seeds 0 --wires 'their own' float16 --steps 1", ["their own", "float16"]),
     ("bench_watch", 0, "--repeats 1 --rounds 2", {"look_us": None, "columns": None}),
     ("torch_ddp_faults", 0, "--only nan --limit 10", {"nan": {"cell": "silent, NaN on all ranks"}}),
     ("bench_warm_call", 0, f"--repeats 1 --rounds 1 --steps 2 --warm-up 2 --against {ROOT}", {"ratio": None}),
@@ -243,15 +238,11 @@ def test_steps_without_digests_take_none_and_steps_with_digests_take_one() -> No
     assert taken == [2, 5, 6]
 
 
-def test_every_benchmark_is_among_them() -> None:
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
-
+def test_every_benchmark_is_among_them_and_every_kept_result_is_one_of_theirs() -> None:
+    scripts = {path.name for path in BENCHMARKS.glob("bench_*.py")}
     assert {run.script for run in run_all.RUNS.values()} == {*scripts, "torch_ddp_faults.py"}
 
-
-def test_every_kept_result_is_one_of_theirs() -> None:
     kept = list(run_all.RESULTS.glob("*.json"))
-
     assert kept
     for path in kept:
         assert path.stem in run_all.RUNS

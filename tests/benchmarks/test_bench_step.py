@@ -73,34 +73,29 @@ def _exit_text(check: Callable[[], object]) -> str:
 
 
 def _check_wrong(rank: int) -> list[str]:
+    """Of ways to train, and of calls that have to leave the mean over the ranks."""
     check = partial(_parity.check_training, workload=_small("dense"), update_freq=1, set_to_none=True)
-    return [_exit_text(partial(check, {name: way})) for name, way in WRONG_WAYS.items()]
-
-
-def test_a_way_that_leaves_work_out_is_not_timed_on_any_rank() -> None:
-    counts = {"does nothing": 2, "sums": 2, "forgets the bias on rank 0": 1, "reduces something else": 2}
-    texts = [
-        f"{name}: got other values than expected in {count} of 2 tensors; not timed" for name, count in counts.items()
-    ]
-
-    assert run_ranks(_check_wrong, 2) == [texts] * 2
-
-
-def _check_calls(rank: int) -> list[str]:
     model = nn.Linear(3, 2)
 
     def fill() -> None:
         model.zero_grad()
         model(torch.full((1, 3), float(rank + 1))).square().sum().backward()
 
-    calls = (partial(_ways.average_each, model), lambda: None)
-    return [_exit_text(partial(_parity.check_mean, "it", model, fill, call)) for call in calls]
+    calls = {"mean": partial(_ways.average_each, model), "nothing": lambda: None}
+    return [
+        *(_exit_text(partial(check, {name: way})) for name, way in WRONG_WAYS.items()),
+        *(_exit_text(partial(_parity.check_mean, name, model, fill, call)) for name, call in calls.items()),
+    ]
 
 
-def test_a_call_has_to_leave_the_mean_over_the_ranks() -> None:
-    said = "it: got other values than expected in 2 of 2 tensors; not timed"
+def test_what_leaves_work_out_is_not_timed_on_any_rank() -> None:
+    counts = {"does nothing": 2, "sums": 2, "forgets the bias on rank 0": 1, "reduces something else": 2}
+    refused = {
+        name: f"{name}: got other values than expected in {count} of 2 tensors; not timed"
+        for name, count in {**counts, "nothing": 2}.items()
+    }
 
-    assert run_ranks(_check_calls, 2) == [["passed", said]] * 2
+    assert run_ranks(_check_wrong, 2) == [[*(refused[name] for name in counts), "passed", refused["nothing"]]] * 2
 
 
 def test_aims_are_those_of_a_model_of_its_micro_batches_and_of_two_ranks() -> None:
@@ -111,14 +106,18 @@ def test_aims_are_those_of_a_model_of_its_micro_batches_and_of_two_ranks() -> No
     assert bench_step.aims_for("small", 1, 2) == bench_step.aims_for("transformer", 1, 4) == {}
 
 
-def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
-    own = _measure.Variant("own", lambda: None, seconds=[1.0, 6.0, 20.0])
-    other = _measure.Variant("other", lambda: None, seconds=[2.0, 2.0, 10.0])
+def test_a_summary_has_medians_of_times_of_phases_and_of_the_ratios_of_the_rounds() -> None:
+    phases = [{"plan": 0.001, "pack": 0.5}, {"plan": 0.003}, {"plan": 0.002}]
+    other = _measure.Variant("other", lambda: None, seconds=[2.0, 2.0, 10.0], cpu_seconds=[1.0, 2.0, 8.0])
+    own = _measure.Variant("own", lambda: None, seconds=[1.0, 6.0, 20.0], cpu_seconds=[3.0, 8.0, 16.0], phases=phases)
+    summary = _measure.summarize([other, own])
 
     # 0.5, 3 and 2; the quotient of the medians would be 3, and the ratio of the last round 2.
-    assert _measure.median_ratio([other, own], "own", "other") == 2.0
-    assert _measure.summarize([other, own])["own"]["median_ratio"] == 2.0
+    assert summary["own"]["median_ratio"] == _measure.median_ratio([other, own], "own", "other") == 2.0
     assert _measure.median_ratio([other, own], "other", "own") == 0.5
+    assert (summary["own"]["cpu_ms"], summary["own"]["cpu_ratio"]) == (8000.0, 3.0)
+    assert summary["own"]["phase_ms"] == {"plan": 2.0, "pack": 0.0}  # a phase that did not happen took no time
+    assert "phase_ms" not in summary["other"]
 
 
 def test_an_aim_is_met_up_to_itself_and_by_no_nan() -> None:
@@ -127,23 +126,3 @@ def test_an_aim_is_met_up_to_itself_and_by_no_nan() -> None:
     told = _measure.verdicts(ratios, {"at": 1.05, "above": 1.05, "nan": 1.05})
 
     assert told == {"at": "met", "above": "missed", "nan": "missed"}
-
-
-def test_phases_are_medians_in_ms_and_one_that_did_not_happen_took_no_time() -> None:
-    phases = [{"plan": 0.001, "pack": 0.5}, {"plan": 0.003}, {"plan": 0.002}]
-    variant = _measure.Variant("ours", lambda: None, seconds=[1.0, 1.0, 1.0], phases=phases)
-    without = _measure.Variant("bare", lambda: None, seconds=[1.0, 1.0, 1.0])
-
-    summary = _measure.summarize([variant, without])
-
-    assert summary["ours"]["phase_ms"] == {"plan": 2.0, "pack": 0.0}
-    assert "phase_ms" not in summary["bare"]
-
-
-def test_processor_time_is_compared_within_its_round_like_time() -> None:
-    reference = _measure.Variant("one", lambda: None, seconds=[1.0, 1.0, 1.0], cpu_seconds=[1.0, 2.0, 8.0])
-    variant = _measure.Variant("two", lambda: None, seconds=[1.0, 1.0, 1.0], cpu_seconds=[3.0, 8.0, 16.0])
-
-    row = _measure.summarize([reference, variant])["two"]
-
-    assert (row["cpu_ms"], row["cpu_ratio"]) == (8000.0, 3.0)

@@ -90,26 +90,3 @@ def test_a_figure_that_nothing_filled_is_found_and_filled_figures_code_and_setti
         "<!-- table: step -->\n| torch DDP | 2.4 ms |\n<!-- end -->",
     ):
         assert _unfilled(text, []) == [], text
-
-
-def test_every_figure_stands_on_a_page() -> None:
-    pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
-
-    assert {found["name"] for found in tables.FIGURE.finditer(pages)} == set(tables.FIGURES)
-
-
-@pytest.mark.parametrize(
-    "text,said",
-    [
-        ("takes <!-- figure: b -->1<!-- end --> ms", "no figure is called 'b', expected one of a"),
-        ("takes\n<!-- figure: a -->1<!-- end --> ms", "the marker of figure 'a' begins a line"),
-        ("- takes\n  <!-- figure: a -->1<!-- end --> ms", "the marker of figure 'a' begins a line"),
-        ("takes <!-- figure: a -->1 ms\n<!-- end -->", "1 figures begin, but not each has its own <!-- end -->"),
-    ],
-)
-def test_markers_of_figures_that_are_wrong_are_an_error(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "some.json").write_text('{"results": {"ratio": 1.25}}')
-    figures = {"a": tables.Column("", (("ratio",),), file="some.json")}
-
-    with pytest.raises(tables.TableError, match=said):
-        tables.fill(text, {}, tmp_path, figures=figures)

@@ -38,10 +38,11 @@ def test_a_page_holds_what_the_results_say(page: Path) -> None:
     assert tables.fill(text, tables.TABLES) == text, "run: python benchmarks/tables.py --write"
 
 
-def test_every_table_stands_on_one_page() -> None:
+def test_every_table_stands_on_one_page_and_every_figure_on_one_or_more() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
 
     assert sorted(found["name"] for found in tables.MARKED.finditer(pages)) == sorted(tables.TABLES)
+    assert {found["name"] for found in tables.FIGURE.finditer(pages)} == set(tables.FIGURES)
 
 
 def test_a_row_has_its_label_and_the_numbers_at_its_places(folder: Path) -> None:
@@ -97,11 +98,17 @@ def test_only_what_is_between_the_markers_changes(folder: Path) -> None:
         ("<!-- table: b -->\n<!-- end -->\n", "no table is called 'b', expected one of a"),
         ("<!-- table: a -->\n| x |\n", "1 tables begin, but not each has its own <!-- end -->"),
         ("<!-- table: a -->\n<!-- table: a -->\n<!-- end -->\n", "2 tables begin, but not"),
+        ("takes <!-- figure: b -->1<!-- end --> ms", "no figure is called 'b', expected one of a"),
+        ("takes\n<!-- figure: a -->1<!-- end --> ms", "the marker of figure 'a' begins a line"),
+        ("- takes\n  <!-- figure: a -->1<!-- end --> ms", "the marker of figure 'a' begins a line"),
+        ("takes <!-- figure: a -->1 ms\n<!-- end -->", "1 figures begin, but not each has its own <!-- end -->"),
     ],
 )
 def test_markers_that_are_wrong_are_an_error(folder: Path, text: str, said: str) -> None:
+    figure = tables.Column("", (("2 ranks", "fast", "ratio"),), file="some.json")
+
     with pytest.raises(tables.TableError, match=said):
-        tables.fill(text, {"a": _table(RATIO)}, folder)
+        tables.fill(text, {"a": _table(RATIO)}, folder, figures={"a": figure})
 
 
 def test_the_charts_are_those_of_the_results_and_stand_beside_their_tables() -> None:

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, SyncRecord
 from tests.helpers import devices, logged_warnings, transports
 
 PARTS = 16  # of the digests of the net below
@@ -36,13 +36,15 @@ def wide_net() -> nn.Sequential:
 
 @dataclass
 class Run:
-    """A training on one rank. ``data``: made for every step, different on every rank."""
+    """A training on one rank, on data of its own."""
 
     rank: int
     module: nn.Sequential = field(default_factory=wide_net)
     model: LegacyDistributedDataParallel = None  # type: ignore[assignment]  # once wrapped
     optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]  # once wrapped
     arguments: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+    records: list[SyncRecord] = field(default_factory=list)
 
     def wrap(self) -> None:
         self.model = LegacyDistributedDataParallel(self.module, **self.arguments)
@@ -53,46 +55,49 @@ class Run:
         self.model(torch.randn(8, 64)).square().mean().backward()
 
 
-class Warned(NamedTuple):
-    """The first warning on a rank, and in which call. ``count``: the number of warnings."""
-
-    count: int = 0
-    call: int = 0
-    text: str = ""
-
-    @property
-    def unwrapped(self) -> str:
-        """The text as one line."""
-        return " ".join(self.text.split())
-
-
+Told = list[tuple[int, str]]  # the steps whose call warns or raises, and the texts
 Action = Callable[[Run], object]
+EACH = -1  # step
 
 
-def train(run: Run, steps: int, actions: Mapping[tuple[str, int], Action]) -> Warned:
-    """Train; ``actions`` by moment and step. Moments: "wrapped" (step 0), then "backward", "reduced", "stepped".
+def train(run: Run, steps: int, actions: Mapping[tuple[str, int], Action]) -> Told:
+    """Train up to step ``steps``, or to an error. The text of an error begins with its type.
 
+    ``actions``: by moment and step. Moments: "wrapped" (step 0), then "backward", "reduced", "stepped".
     That no optimizer holds a replaced parameter is told by another check, which compares no ranks.
     """
     logged_warnings.take()
-    found: list[tuple[int, str]] = []
+    told: Told = []
 
-    def at(moment: str, step: int) -> None:
-        if action := actions.get((moment, step)):
-            action(run)
+    def at(moment: str) -> None:
+        for step in (run.step, EACH):
+            if action := actions.get((moment, step)):
+                with torch.no_grad():
+                    action(run)
 
-    run.wrap()
-    at("wrapped", 0)
-    for step in range(1, steps + 1):
+    if run.model is None:
+        run.wrap()
+        at("wrapped")
+    while run.step < steps:
+        run.step += 1
         run.backward()
-        at("backward", step)
-        run.model.all_reduce()
-        found += [(step, text) for text in logged_warnings.take() if "no optimizer holds them" not in text]
-        at("reduced", step)
+        at("backward")
+        try:
+            run.records.append(run.model.all_reduce())
+        except LegacyDDPError as error:
+            return [*told, (run.step, f"{type(error).__name__}: {error}")]
+        found = logged_warnings.take()
+        told += [(run.step, text) for text in found if "no optimizer holds them" not in text]
+        at("reduced")
         run.optimizer.step()
-        at("stepped", step)
+        at("stepped")
         run.optimizer.zero_grad()
-    return Warned(len(found), *found[0]) if found else Warned()
+    return told
+
+
+def unwrapped(text: str) -> str:
+    """``text`` as one line."""
+    return " ".join(text.split())
 
 
 # Faults: what a rank does alone
@@ -103,8 +108,7 @@ def initialise(run: Run) -> None:
 
 
 def add_noise(run: Run) -> None:
-    with torch.no_grad():
-        run.module[3].weight[5, 7] += 1e-3
+    run.module[3].weight.data[5, 7] += 1e-3
 
 
 def clip(run: Run) -> None:

@@ -45,10 +45,10 @@ def assert_steps(model: nn.Module, optimizer: Optimizer) -> None:
     assert not all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
 
-def assert_guards(model: Model, optimizer: Optimizer, factor: float = 1.0) -> None:
+def assert_guards(model: Model, optimizer: Optimizer) -> None:
     """A forgotten call is refused, and one that follows is not."""
     optimizer.zero_grad()
-    backward(model, factor)
+    backward(model)
     with refused(model, optimizer):
         optimizer.step()
     model.all_reduce()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,54 @@ from legacy_ddp.debug import ReplicaReport
 from tests.helpers.cases import all_bits, get_gradients
 from tests.helpers.outcomes import attempt, next_call_is_right
 from tests.helpers.ranks import run_ranks
+
+
+class Element(NamedTuple):
+    """The difference of a rank's tensor from the tensor of the largest group."""
+
+    thing: str
+    rank: int
+    count: int
+    index: tuple[int, ...]
+    kind: str
+    bit: int | None
+
+
+def elements_of(report: ReplicaReport) -> tuple[Element, ...]:
+    found = []
+    for difference in report.differences:
+        for rank, item in sorted(difference.elements.items()):
+            bit = re.search(r"\bbit (\d+)", item.words) if item.kind == "one bit" else None
+            place = (item.count, item.first_index, item.kind, bit and int(bit[1]))
+            found.append(Element(difference.name, rank, *place))
+    return tuple(found)
+
+
+T = TypeVar("T")
+
+
+class SharedOutcomes(Generic[T]):
+    """The outcomes of all ranks, by name; checks that they are equal and have at most 80 columns."""
+
+    def __init__(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        self._of_ranks = of_ranks
+
+    def __getitem__(self, name: str) -> T:
+        first, *others = (of_rank[name] for of_rank in self._of_ranks)
+        for other in others:
+            assert other.text == first.text
+            assert other == first
+        assert all(len(line) <= 80 for line in first.text.splitlines()), first.text
+        return first
+
+
+def _table(name: str) -> Any:
+    """``name``: "module:NAME". The functions in a table may be lambdas, which cannot be pickled."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+# The calls of a training
 
 LAST_STEP = 3  # one more call follows it
 
@@ -46,27 +94,24 @@ class Scene:
 Action = Callable[[Scene], object]
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """``actions``: moment, step, action, and the number of the group of ranks (``faulty[number]``) that acts.
+class Act(NamedTuple):
+    """``group``: the number of the group of ranks that acts.
 
     Moments in their order: "built" (before there is a wrapper) and "wrapped", both of step 0; then in each step
     "forwarded", "backward", "reduced", "between" (the steps, if there are several) and "stepped".
     """
 
-    actions: Sequence[tuple[str, int, Action, int]]
-    options: dict[str, Any] = field(default_factory=dict)
+    moment: str
+    step: int
+    action: Action
+    group: int = 0
 
 
-class Element(NamedTuple):
-    """The difference of a rank's tensor from the tensor of the largest group."""
+class Scenario(NamedTuple):
+    """``options``: of the wrapper."""
 
-    thing: str
-    rank: int
-    count: int
-    index: tuple[int, ...]
-    kind: str
-    bit: int | None
+    acts: Sequence[Act]
+    options: Mapping[str, Any] = {}
 
 
 class CallOutcome(NamedTuple):
@@ -91,21 +136,6 @@ class CallOutcome(NamedTuple):
         return " ".join(self.text.split())
 
 
-def scenario(*actions: tuple[str, int, Action], options: dict[str, Any] | None = None) -> Scenario:
-    """A scenario in which the same ranks do all actions."""
-    return Scenario([(*action, 0) for action in actions], options or {})
-
-
-def elements_of(report: ReplicaReport) -> tuple[Element, ...]:
-    found = []
-    for difference in report.differences:
-        for rank, item in sorted(difference.elements.items()):
-            bit = re.search(r"\bbit (\d+)", item.words) if item.kind == "one bit" else None
-            place = (item.count, item.first_index, item.kind, bit and int(bit[1]))
-            found.append(Element(difference.name, rank, *place))
-    return tuple(found)
-
-
 def check_harmless(outcome: CallOutcome) -> None:
     """Check that the error did no harm, and that its text calls no rank right."""
     assert outcome.untouched
@@ -113,52 +143,28 @@ def check_harmless(outcome: CallOutcome) -> None:
     assert not re.search(r"\b(right|correct|wrong)\b", outcome.text), outcome.text
 
 
-class _HasText(Protocol):
-    @property
-    def text(self) -> str: ...
+@cache
+def run_scenarios(table: str, world_size: int, *groups: tuple[int, ...]) -> SharedOutcomes[CallOutcome]:
+    """Run every scenario in ``table``, "module:NAME", on its own wrapper, in one job of the ranks."""
+    return SharedOutcomes(run_ranks(partial(_run_all, table, groups), world_size, timeout_seconds=240))
 
 
-T = TypeVar("T", bound=_HasText)
+def _run_all(table: str, groups: Sequence[tuple[int, ...]], rank: int) -> dict[str, CallOutcome]:
+    return {name: _run(one, groups, rank) for name, one in _table(table).items()}
 
 
-class SharedOutcomes(Generic[T]):
-    """The outcomes of all ranks, by name; checks that they are equal and have at most 80 columns."""
-
-    def __init__(self, of_ranks: Sequence[Mapping[str, T]]) -> None:
-        self._of_ranks = of_ranks
-
-    def __getitem__(self, name: str) -> T:
-        first, *others = (of_rank[name] for of_rank in self._of_ranks)
-        for other in others:
-            assert other.text == first.text
-            assert other == first
-        assert all(len(line) <= 80 for line in first.text.splitlines()), first.text
-        return first
-
-
-def run_scenarios(
-    scenarios: Mapping[str, Scenario], world_size: int, *faulty: tuple[int, ...]
-) -> SharedOutcomes[CallOutcome]:
-    """Run every scenario on its own wrapper, one after the other, in one start of the ranks."""
-    return SharedOutcomes(run_ranks(partial(_run_all, scenarios, faulty), world_size, timeout_seconds=240))
-
-
-def _run_all(scenarios: Mapping[str, Scenario], faulty: Sequence[tuple[int, ...]], rank: int) -> dict[str, CallOutcome]:
-    return {name: _run(one, faulty, rank) for name, one in scenarios.items()}
-
-
-def _run(one: Scenario, faulty: Sequence[tuple[int, ...]], rank: int) -> CallOutcome:
+def _run(scenario: Scenario, groups: Sequence[tuple[int, ...]], rank: int) -> CallOutcome:
     scene = Scene(rank, training_net())
 
+    @torch.no_grad()
     def at(moment: str, step: int) -> None:
-        for when, which, do, group in one.actions:
-            if (when, which) == (moment, step) and rank in faulty[group]:
-                do(scene)
+        for act in scenario.acts:
+            if (act.moment, act.step) == (moment, step) and rank in groups[act.group]:
+                act.action(scene)
 
     at("built", 0)
-    scene.model = LegacyDistributedDataParallel(
-        scene.module, **{"checks": Checks("detail", nonfinite="ignore"), **one.options}
-    )
+    options = {"checks": Checks("detail", nonfinite="ignore"), **scenario.options}
+    scene.model = LegacyDistributedDataParallel(scene.module, **options)
     trainable = [parameter for parameter in scene.module.parameters() if parameter.requires_grad]
     scene.optimizer = torch.optim.SGD(trainable, lr=0.125, momentum=0.5, weight_decay=0.25)
     at("wrapped", 0)
@@ -168,7 +174,9 @@ def _run(one: Scenario, faulty: Sequence[tuple[int, ...]], rank: int) -> CallOut
         (output.square().sum() * (1.0 + rank)).backward()  # other gradients on every rank, of the same forward
         at("backward", step)
         if error := _error_of_call(scene.model):
-            return error._replace(recovered=_recovers(scene))
+            scene.model.broadcast_parameters()  # as the error says
+            scene.model.broadcast_buffers()
+            return error._replace(recovered=next_call_is_right(scene.model, rank))
         at("reduced", step)
         for index in range(scene.steps):
             if index:
@@ -187,8 +195,12 @@ def _error_of_call(model: LegacyDistributedDataParallel) -> CallOutcome | None:
         return None
     assert isinstance(error, ReplicaDivergenceError), error
     report = error.report
-    names = tuple(item.name for item in report.differences)
-    facts = (
+    assert (report.ranks, report.phase) == (error.ranks, error.phase)
+    assert (report.minority, report.implicated) == (error.minority, error.implicated)
+    assert str(report) in str(error)
+    assert not report.identical
+    return CallOutcome(
+        type(error).__name__,
         error.ranks,
         error.minority,
         error.implicated,
@@ -196,38 +208,18 @@ def _error_of_call(model: LegacyDistributedDataParallel) -> CallOutcome | None:
         error.phase,
         error.parameter,
         str(error),
-        names,
+        tuple(item.name for item in report.differences),
         elements_of(report),
+        untouched=before == all_bits(get_gradients(model)),
     )
-    assert (report.ranks, report.phase) == (error.ranks, error.phase)
-    assert (report.minority, report.implicated) == (error.minority, error.implicated)
-    assert str(report) in str(error)
-    assert not report.identical
-    return CallOutcome(type(error).__name__, *facts, before == all_bits(get_gradients(model)))
-
-
-def _recovers(scene: Scene) -> bool:
-    """Whether training goes on after the broadcasts that the error names."""
-    scene.model.broadcast_parameters()
-    scene.model.broadcast_buffers()
-    return next_call_is_right(scene.model, scene.rank)
-
-
-LOCAL_TABLE = Checks(level="detail", local_buffers=("table",))
-
-
-@cache
-def bit_mask(bit: int) -> torch.Tensor:
-    return torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)  # bit 31 wraps to the sign
 
 
 def flip(tensor: torch.Tensor, place: tuple[int, ...], bit: int) -> None:
     """Change a bit of an fp32 tensor as broken memory does, without a new version of the tensor."""
-    tensor.data.view(torch.int32)[place] ^= bit_mask(bit)
+    tensor.data.view(torch.int32)[place] ^= 1 << bit if bit < 31 else -(2**31)
 
 
 # check_replicas()
-
 
 Check = Callable[[bool, int], ReplicaReport]  # whether this rank deviates, and its number
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -263,8 +255,7 @@ def observations(table: str, world_size: int, *deviating: int) -> SharedOutcomes
 
 
 def _observe_all(table: str, deviating: Sequence[int], rank: int) -> dict[str, Observation]:
-    module, name = table.split(":")
-    checks: Mapping[str, Check] = getattr(import_module(module), name)  # a lambda cannot be pickled
+    checks: Mapping[str, Check] = _table(table)
     return {name: observe(check(rank in deviating, rank)) for name, check in checks.items()}
 
 

@@ -9,6 +9,14 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 
 Said = tuple[str, str] | None
+# Arguments of wrappers that count backward passes and keep gradients in different ways.
+KINDS: dict[str, dict[str, Any]] = {
+    "info": {},
+    "off": {"checks": "off"},
+    "detail": {"checks": "detail"},
+    "without views": {"gradient_as_bucket_view": False},
+    "reproducible": {"reproducible": True},
+}
 
 
 def wrap(**arguments: Any) -> LegacyDistributedDataParallel:

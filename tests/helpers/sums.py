@@ -115,6 +115,12 @@ def mixed_model(**options: Any) -> LegacyDistributedDataParallel:
     return wrap_reproducible([torch.ones(numel, dtype=dtype) for dtype in DTYPES for numel in SIZES], **options)
 
 
+def transport_line(model: LegacyDistributedDataParallel) -> str:
+    """The line about the transport in the text of the wrapper."""
+    (line,) = [text.strip() for text in repr(model).splitlines() if "transport:" in text]
+    return line
+
+
 # Gradients that are known on all ranks, and the sums that differ from sums by hand
 
 SUMMED_SIZES = (1, 63, 64, 65, 4096, 3 * DEFAULT_CHUNK_NUMEL + 7)

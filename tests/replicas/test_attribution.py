@@ -1,12 +1,9 @@
 """Attribution of a difference: from the digests and values of all ranks, and from the optimizers of a rank. Pure."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp._explain.attribution import (
@@ -44,18 +41,19 @@ def _but(phases: StepDigests, **changes: int | str) -> StepDigests:
     return StepDigests(**{**vars(phases), **changes})
 
 
-EDITED = _but(CLEAN, gradients_at_step=11, parameters_after_step=3, parameters=3)
-FLIPPED = _but(CLEAN, parameters=5, changed_after=True)
-OTHER_RATE = _but(CLEAN, parameters_after_step=3, parameters=3)
+# Each with all later differences, too: the order of the phases decides.
+EDITED = _but(CLEAN, gradients_at_step=11, parameters_after_step=3, parameters=3, buffers=21)
+FLIPPED = _but(CLEAN, parameters=5, changed_after=True, buffers=21)
+OTHER_RATE = _but(CLEAN, parameters_after_step=3, parameters=3, buffers=21)
 OTHER_BUFFERS = _but(CLEAN, buffers=21)
-FLIPPED_BEFORE_STEP = _but(CLEAN, parameters_at_step=5, parameters_after_step=6, parameters=6, changed_before=True)
-MISSED_STEP = _but(CLEAN, parameters_at_step=0, gradients_at_step=0, steps=0, parameters_after_step=0, parameters=1)
+FLIPPED_BEFORE_STEP = _but(EDITED, parameters_at_step=5, parameters_after_step=6, parameters=6, changed_before=True)
+MISSED_STEP = _but(
+    CLEAN, steps=0, membership=31, parameters_at_step=0, gradients_at_step=0, parameters_after_step=0, parameters=1
+)
 OTHER_START = _but(FIRST_CALL, parameters=3)
 WRITTEN_WITHOUT_STEP = _but(NO_STEP, parameters=3, changed_after=True)
-OTHER_LIST = _but(
-    CLEAN, membership=31, parameters_at_step=5, gradients_at_step=11, parameters_after_step=3, parameters=3
-)
-OTHER_REDUCED = _but(CLEAN, gradients_at_call=11, gradients_at_step=11, parameters_after_step=3, parameters=3)
+OTHER_LIST = _but(EDITED, membership=31, parameters_at_step=5)
+OTHER_REDUCED = _but(EDITED, gradients_at_call=11, steps=2)
 
 
 def test_the_moments_of_a_step_with_a_closure_and_of_the_first_calls() -> None:
@@ -109,102 +107,18 @@ def test_optimizers_of_the_same_number_of_other_parameters_are_told_so() -> None
     assert cause.endswith("; in optimizers: the same number on every rank, but different parameters")
 
 
-def test_later_evidence_is_listed_once() -> None:
-    who = attribute_digests([OTHER_RATE, CLEAN, FLIPPED], 4).who
+def test_later_evidence_is_listed_once_and_decides_nothing_where_count_and_evidence_disagree() -> None:
+    changed = "parameters changed outside of a step"
+    found = attribute_digests([OTHER_RATE, CLEAN, FLIPPED], 4)
+    assert found.who == f"rank 0 against ranks 1-2 (2 of 3 ranks agree); rank 2: {changed}"
+    assert (found.ranks, found.minority, found.implicated) == ((0, 2), (0,), (2,))
 
-    assert who == "rank 0 against ranks 1-2 (2 of 3 ranks agree); rank 2: parameters changed outside of a step"
+    found = attribute_digests([FLIPPED_BEFORE_STEP, FLIPPED_BEFORE_STEP, FLIPPED], 4)
+    disagree = f"ranks 0-1: {changed}; count and evidence disagree; rank 2: {changed}"
+    assert found.who == f"rank 2 against ranks 0-1 (2 of 3 ranks agree); {disagree}"
+    assert (found.ranks, found.minority, found.implicated) == ((), (2,), (0, 1, 2))
 
-
-# A second implementation of the rules
-
-_Digest = Callable[[StepDigests], object]
-
-
-def _nothing(_: StepDigests) -> bool:
-    return False
-
-
-_RULES: list[tuple[str, _Digest, Callable[[StepDigests], bool]]] = [
-    ("all_reduce", lambda p: p.gradients_at_call, _nothing),
-    ("step", lambda p: p.steps, _nothing),
-    ("step", lambda p: p.membership, lambda p: p.has_stale_parameter),
-    ("outside", lambda p: p.parameters_at_step, lambda p: p.changed_before),
-    ("gradients", lambda p: p.gradients_at_step, _nothing),
-    ("step", lambda p: p.parameters_after_step, lambda p: p.state_changed_before),
-    ("start", lambda p: p.parameters if p.parameters_at_call == 0 else 0, _nothing),
-    ("outside", lambda p: p.parameters, lambda p: p.changed_after),
-    ("buffers", lambda p: p.buffers, _nothing),
-]
-
-
-def _minority(values: Sequence[object]) -> set[int]:
-    most, count = Counter(values).most_common(1)[0]
-    return {rank for rank, value in enumerate(values) if value != most} if 2 * count > len(values) else set()
-
-
-def _at_fault(values: Sequence[object], proven: set[int]) -> set[int]:
-    minority = _minority(values)
-    if minority and proven - minority:
-        return set()
-    return minority or proven
-
-
-def _expected(phases: Sequence[StepDigests]) -> tuple[str, set[int], set[int], set[int]]:
-    phase, ranks, minority, implicated = "", set[int](), set[int](), set[int]()
-    for name, digest, has_evidence in _RULES:
-        values = [digest(of_rank) for of_rank in phases]
-        proven = {rank for rank, of_rank in enumerate(phases) if has_evidence(of_rank)}
-        proven = set() if len(proven) == len(phases) else proven
-        if len(set(values)) == 1:
-            continue
-        if not phase:
-            phase, ranks, minority, implicated = name, _at_fault(values, proven), _minority(values), proven
-        elif proven:
-            ranks = set() if minority and not ranks else ranks | proven
-            implicated = implicated | proven
-    return phase, ranks, minority, implicated
-
-
-_few = st.integers(0, 2)
-# Ranks that share calls agree whether there was a call. A step leaves digests.
-_with_steps = st.builds(
-    StepDigests,
-    parameters_at_call=st.just(1),
-    gradients_at_call=_few,
-    steps=st.integers(1, 2),
-    membership=_few,
-    parameters_at_step=st.integers(1, 3),
-    gradients_at_step=st.integers(1, 3),
-    parameters_after_step=_few,
-    parameters=_few,
-    buffers=_few,
-    changed_before=st.booleans(),
-    changed_after=st.booleans(),
-    state_changed_before=st.booleans(),
-    has_stale_parameter=st.booleans(),
-)
-_without = st.builds(
-    StepDigests,
-    parameters_at_call=st.just(1),
-    gradients_at_call=_few,
-    parameters=_few,
-    buffers=_few,
-    changed_after=st.booleans(),
-)
-_before_calls = st.builds(StepDigests, parameters=_few, buffers=_few)
-_rows = st.one_of(
-    st.lists(st.one_of(_with_steps, _without), min_size=1, max_size=8), st.lists(_before_calls, min_size=1, max_size=8)
-)
-
-
-@given(_rows)
-def test_any_digests_follow_the_rules(phases: list[StepDigests]) -> None:
-    verdict = attribute_digests(phases, 4)
-
-    found = (verdict.ranks, verdict.minority, verdict.implicated)
-    assert (verdict.phase, *map(set, found)) == _expected(phases)
-    assert all(list(ranks) == sorted(set(ranks)) for ranks in found)
-    assert (verdict == NOTHING) == (len({of_rank.digest for of_rank in phases}) == 1)
+    assert attribute_digests([CLEAN, CLEAN], 4) == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -229,7 +143,6 @@ def test_any_digests_follow_the_rules(phases: list[StepDigests]) -> None:
         ),
         ("abc", (False,) * 3, (), "a count cannot tell: every rank has its own, no majority"),
         ("aabb", (False, False, True, True), (2, 3), "ranks 2-3 against ranks 0-1; ranks 2-3: wrote alone"),
-        ("aaabc", (), (3, 4), "rank 4 against rank 3 against ranks 0-2 (3 of 5 ranks agree)"),
         ("aabc", (), (), "a count cannot tell: rank 3 against rank 2 against ranks 0-1, no majority"),
     ],
 )
@@ -252,12 +165,8 @@ _ALL = ("parameters", "buffers", "gradients", "optimizer")
     [
         (["gradients"], _ALL, "gradients", "never reduced"),
         (["gradients", "optimizer"], _ALL, "gradients", "parameters agree"),
-        (["gradients", "buffers"], _ALL, "gradients", "parameters agree"),
-        (["parameters", "optimizer"], _ALL, "step", "earlier step()"),
         (["parameters", "gradients", "optimizer"], _ALL, "step", "earlier step()"),
-        (["optimizer"], _ALL, "step", "will make"),
         (["optimizer", "buffers"], _ALL, "step", "will make"),
-        (["parameters"], _ALL, "unknown", "written outside"),
         (["parameters", "gradients", "buffers"], _ALL, "unknown", "written outside"),
         (["parameters"], ("parameters", "buffers"), "unknown", "check_replicas(model, optimizer)"),
         (["buffers"], _ALL, "buffers", "only buffers differ"),

@@ -1,6 +1,6 @@
 """Statistics of frozen layers are compared, statistics of each rank's own data are not; and how a report reads them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError
-from tests.helpers import logged_warnings
-from tests.helpers.default_trainings import names_in, told_late
+from legacy_ddp import Checks
+from tests.helpers.default_trainings import EACH, Run, Told, names_in, told_late, train, unwrapped
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import once
 
@@ -40,24 +39,12 @@ def _freeze(module: nn.Module, rank: int, step: int) -> None:
     module[1].eval()
 
 
-def _freeze_all(module: nn.Module, rank: int, step: int) -> None:
-    module.eval()
-
-
 def _stop_momentum(module: nn.Module, rank: int, step: int) -> None:
     module[1].momentum = 0.0
 
 
 def _stop_tracking(module: nn.Module, rank: int, step: int) -> None:
     module[1].track_running_stats = False
-
-
-def _freeze_on_rank_0(module: nn.Module, rank: int, step: int) -> None:
-    module[1].train(rank != 0)
-
-
-def _freeze_after_warm_up(module: nn.Module, rank: int, step: int) -> None:
-    module[1].train(step < 4)
 
 
 def _stop_momentum_after_warm_up(module: nn.Module, rank: int, step: int) -> None:
@@ -96,7 +83,7 @@ class Case:
 
 FROZEN = {
     "evaluation mode": Case(_freeze),
-    "the whole model in evaluation mode": Case(_freeze_all),
+    "the whole model in evaluation mode": Case(lambda module, *_: module.eval()),
     "a forward of the module inside": Case(_freeze, is_inside=True),
     "momentum 0": Case(_stop_momentum),
     "no tracking": Case(_stop_tracking),
@@ -108,85 +95,77 @@ FROZEN = {
 OWN = {
     "training": Case(_nothing),
     "evaluation between": Case(_evaluate_between),
-    "frozen after a warm-up": Case(_freeze_after_warm_up),
+    "frozen after a warm-up": Case(lambda module, _, step: module[1].train(step < 4)),
     "momentum 0 after a warm-up": Case(_stop_momentum_after_warm_up),
-    "frozen on one rank": Case(_freeze_on_rank_0),
+    "frozen on one rank": Case(lambda module, rank, _: module[1].train(rank != 0)),
     "cumulative averages": Case(_nothing, lambda: nn.BatchNorm1d(4, momentum=None)),
     "InstanceNorm in training": Case(_nothing, lambda: nn.InstanceNorm1d(4, track_running_stats=True)),
     "statistics of each rank loaded": Case(_load_statistics_of_each_rank),
 }
 LEVELS: dict[str, Any] = {"info": "info", "detail": "detail", "every": Checks("detail", every=3)}
-Told = tuple[int, str]  # the call that tells, and the text
 
 
-def _write(module: nn.Module) -> None:
-    module[1].running_mean[2] = 7.0
+class _Training(Run):
+    """On batches of three dimensions, which every layer with statistics takes."""
+
+    is_inside = False
+
+    def backward(self) -> None:
+        (self.module if self.is_inside else self.model)(torch.randn(3, 4, 4)).square().mean().backward()
 
 
 def _train(rank: int, case: Case, checks: Any, writer: int | None) -> Told:
     torch.manual_seed(3)
-    module = nn.Sequential(nn.Linear(4, 4), case.layer(), nn.Linear(4, 1))
-    model = LegacyDistributedDataParallel(module, checks=checks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    torch.manual_seed(rank)
-    logged_warnings.take()
-    for step in range(1, STEPS + 1):
-        with torch.no_grad():
-            case.act(module, rank, step)
-        (module if case.is_inside else model)(torch.randn(3, 4, 4)).square().mean().backward()
-        try:
-            model.all_reduce()
-        except ReplicaDivergenceError as error:
-            return step, str(error)
-        if told := logged_warnings.take():
-            return step, told[0]
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == FAULT and rank == writer:
-            with torch.no_grad():
-                _write(module)
-    return 0, ""
+    run = _Training(rank, nn.Sequential(nn.Linear(4, 4), case.layer(), nn.Linear(4, 1)), arguments={"checks": checks})
+    run.is_inside = case.is_inside
+
+    def act(run: Run) -> None:
+        if run.step == FAULT and rank == writer:
+            run.module[1].running_mean[2] = 7.0
+        case.act(run.module, rank, run.step + 1)
+
+    steps = STEPS if writer is None else FAULT + 3 + told_late()  # the last call that may tell
+    return train(run, steps, {("wrapped", 0): act, ("stepped", EACH): act})
 
 
-def _train_all(rank: int, name: str, writer: int | None) -> dict[tuple[str, str], Told]:
-    cases = FROZEN if name == "FROZEN" else OWN
+def _train_all(rank: int, names: Sequence[str], writer: int | None) -> dict[tuple[str, str], Told]:
     return {
-        (level, key): _train(rank, case, checks, writer)
+        (level, name): _train(rank, (FROZEN | OWN)[name], checks, writer)
         for level, checks in LEVELS.items()
-        for key, case in cases.items()
+        for name in names
     }
 
 
 @once
-def _told(world_size: int, name: str, writer: int | None) -> list[dict[tuple[str, str], Told]]:
-    return run_ranks(_train_all, world_size, name, writer, timeout_seconds=240)
+def _told(names: tuple[str, ...], writer: int | None) -> list[dict[tuple[str, str], Told]]:
+    return run_ranks(_train_all, 3, names, writer, timeout_seconds=240)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", FROZEN)
 def test_frozen_statistics_written_on_one_rank_are_told_on_all(name: str, level: str) -> None:
-    of_ranks = [of_rank[level, name] for of_rank in _told(3, "FROZEN", 1)]
-    call, text = of_ranks[0]
-    unwrapped = " ".join(text.split())
+    told, *others = (of_rank[level, name] for of_rank in _told((*FROZEN,), 1))
+    call, text = told[0]
 
-    assert of_ranks == [of_ranks[0]] * 3
+    assert others == [told] * 2
     within = {"info": 1 + told_late(), "detail": 1, "every": 3}
     assert FAULT < call <= FAULT + within[level], text
     assert names_in(text) == {"1.running_mean"}
-    assert "rank 1 against ranks 0, 2" in unwrapped
-    assert "ranks 0, 2 agree in buffer '1.running_mean': a write" in unwrapped or level != "detail"
+    assert "rank 1 against ranks 0, 2" in unwrapped(text)
+    assert "ranks 0, 2 agree in buffer '1.running_mean': a write" in unwrapped(text) or level != "detail"
     assert "local_buffers" not in text
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [*FROZEN, *OWN])
 def test_statistics_that_no_rank_writes_are_silent(name: str, level: str) -> None:
-    table = "FROZEN" if name in FROZEN else "OWN"
+    assert [of_rank[level, name] for of_rank in _told((*FROZEN, *OWN), None)] == [[]] * 3
 
-    assert [of_rank[level, name] for of_rank in _told(3, table, None)] == [(0, "")] * 3
+
+WRITTEN = ("training", "frozen after a warm-up", "frozen on one rank")
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["training", "frozen after a warm-up", "frozen on one rank"])
+@pytest.mark.parametrize("name", WRITTEN)
 def test_statistics_of_each_rank_may_be_written(name: str, level: str) -> None:
-    assert [of_rank[level, name] for of_rank in _told(2, "OWN", 1)] == [(0, "")] * 2
+    assert [of_rank[level, name] for of_rank in _told(WRITTEN, 1)] == [[]] * 3

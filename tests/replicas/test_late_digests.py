@@ -130,17 +130,18 @@ def _run(rank: int, group: Any, case: Case) -> tuple[dict[int, str], dict[int, i
     return loop.told, loop.waits, loop.errors
 
 
+def _since(last: int, call: int) -> str:
+    return f"since: between the first forward after call {last} and call {call}, as the device has told by this call"
+
+
 TOLD = {  # by loop: by the attempt that tells, the calls between which the difference came about
     "equal": {},
-    "a parameter": {5: "between the first forward after call 1 and call 3, as the device has told by this call"},
-    "a buffer": {5: "between the first forward after call 1 and call 3, as the device has told by this call"},
+    "a parameter": {5: _since(1, 3)},
+    "a buffer": {5: _since(1, 3)},
     # Rank 1 sees the rows of calls 1 to 6 in call 7. From the next call on, each call compares a row.
-    "slow on rank 1": {10: "between the first forward after call 1 and call 3, as the device has told by this call"},
-    # In call 9 rank 1 waits for the rows of calls 1 to 8.
-    "full ring": {12: "between the first forward after call 1 and call 3, as the device has told by this call"},
-    "repaired by a broadcast": {
-        11: "between the first forward after call 7 and call 9, as the device has told by this call"
-    },
+    "slow on rank 1": {10: _since(1, 3)},
+    "full ring": {12: _since(1, 3)},  # in call 9 rank 1 waits for the rows of calls 1 to 8
+    "repaired by a broadcast": {11: _since(7, 9)},
     "before an error of all ranks": {},
     "an error": {},
     "every third call": {},
@@ -163,7 +164,7 @@ def test_a_difference_on_a_device_is_told_later_by_all_ranks_in_the_same_call_wi
         for call, since in expected.items():
             text = " ".join(told[call].split())
             assert text.startswith(f"all_reduce() call {call}: replicas differ in 1 of "), (name, text)
-            assert f"since: {since}" in text, (name, text)
+            assert since in text, (name, text)
             assert tensor in text, (name, text)
         assert waits == {}, name
         assert second[name][1] == ({9: 1} if name == "full ring" else {}), name
@@ -171,6 +172,4 @@ def test_a_difference_on_a_device_is_told_later_by_all_ranks_in_the_same_call_wi
     assert [*first["an error"][2]] == [5]
     assert [*first["every third call"][2]] == [4]
     assert "replicas differ in 1 of 2 parameters" in first["every third call"][2][4]
-    assert "since: between the first forward after call 1 and call 3, as the device" in " ".join(
-        first["an error"][2][5].split()
-    )
+    assert _since(1, 3) in " ".join(first["an error"][2][5].split())

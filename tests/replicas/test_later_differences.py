@@ -7,20 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import Checks, ReplicaDivergenceError
+from legacy_ddp import Checks
 from tests.helpers import default_trainings as trainings
-from tests.helpers import logged_warnings
-from tests.helpers.default_trainings import PARTS, Run, names_in
+from tests.helpers.default_trainings import EACH, PARTS, Run, Told, names_in, train, unwrapped
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import once
+from tests.helpers.shared_jobs import once, run_cases
 
 Plan = Mapping[tuple[int, int], Callable[[Run], object]]  # what a rank does after a step, by step and rank
-Told = list[tuple[int, str]]  # the calls that warn, and their texts
 
 
 def _add_noise(run: Run, name: str) -> None:
-    with torch.no_grad():
-        run.module.get_parameter(name).view(-1)[0] += 1e-3
+    run.module.get_parameter(name).view(-1)[0] += 1e-3
 
 
 def _small_net() -> nn.Sequential:
@@ -57,24 +54,13 @@ SECOND = {
 }
 
 
-def _train(rank: int, name: str) -> Told:
-    run = Run(rank, module=_small_net()) if name == "a tensor of the same part" else Run(rank)
-    run.wrap()
-    logged_warnings.take()
-    told: Told = []
-    for step in range(1, 170 if name == "one after the other" else 32 + trainings.told_within()):
-        run.backward()
-        run.model.all_reduce()
-        told += [(step, text) for text in logged_warnings.take()]
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        if action := PLANS[name].get((step, rank)):
-            action(run)
-    return told
-
-
 def _train_all(rank: int) -> dict[str, Told]:
-    return {name: _train(rank, name) for name in PLANS}
+    found = {}
+    for name, plan in PLANS.items():
+        run = Run(rank, module=_small_net()) if name == "a tensor of the same part" else Run(rank)
+        steps = 169 if name == "one after the other" else 31 + trainings.told_within()
+        found[name] = train(run, steps, {("stepped", step): act for (step, who), act in plan.items() if who == rank})
+    return found
 
 
 @once
@@ -98,7 +84,7 @@ def test_a_later_difference_is_told_although_an_earlier_one_goes_on(name: str) -
     assert "new since" not in first[1]
     assert step < second[0] <= step + trainings.told_within()
     assert names_in(second[1].partition("note:")[0]) == names
-    assert words in " ".join(second[1].split())
+    assert words in unwrapped(second[1])
 
 
 @pytest.mark.parametrize("name", ["once", "all tensors"])
@@ -110,63 +96,49 @@ def test_the_warnings_of_a_streak_are_few() -> None:
     told = _told()[0]["one after the other"]
 
     assert len(told) == 5
-    assert ["this is the last warning until" in " ".join(text.split()) for _, text in told] == [False] * 4 + [True]
+    assert ["this is the last warning until" in unwrapped(text) for _, text in told] == [False] * 4 + [True]
 
 
 # Weights that a loop perturbs around the call, and restores before step()
 
 
 def _perturbs(rank: int, checks: Checks, step_of_fault: int | None) -> Told:
-    run = Run(rank, arguments={"checks": checks})
-    run.wrap()
-    logged_warnings.take()
-    told: Told = []
-    for step in range(1, 3 * PARTS):
-        run.backward()
-        kept = [parameter.detach().clone() for parameter in run.model.parameters()]
-        with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.add_(0.01 * torch.randn(parameter.shape))  # of this rank alone
+    kept: list[torch.Tensor] = []
+
+    def perturb(run: Run) -> None:
+        kept[:] = [parameter.clone() for parameter in run.model.parameters()]
+        for parameter in run.model.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape))  # of this rank alone
         run.optimizer.zero_grad()
-        run.backward()
-        try:
-            run.model.all_reduce()
-        except ReplicaDivergenceError as error:
-            return [(step, str(error))]
-        told += [(step, text) for text in logged_warnings.take()]
-        with torch.no_grad():
-            for parameter, value in zip(run.model.parameters(), kept, strict=True):
-                parameter.copy_(value)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        if step == step_of_fault and rank == 1:
-            _add_noise(run, "3.weight")
-    return told
+        with torch.enable_grad():
+            run.backward()
+
+    def restore(run: Run) -> None:
+        for parameter, value in zip(run.model.parameters(), kept, strict=True):
+            parameter.copy_(value)
+
+    actions = {("backward", EACH): perturb, ("reduced", EACH): restore}
+    if step_of_fault is not None and rank == 1:
+        actions["stepped", step_of_fault] = _noise["3.weight"]
+    return train(Run(rank, arguments={"checks": checks}), 3 * PARTS - 1, actions)
 
 
-def _perturbs_at_all_levels(rank: int, step_of_fault: int | None) -> dict[str, Told]:
-    levels = {"info": Checks(), "detail": Checks("detail"), "every": Checks("detail", every=3)}
-    return {name: _perturbs(rank, checks, step_of_fault) for name, checks in levels.items()}
+LEVELS = {"info": Checks(), "detail": Checks("detail"), "every": Checks("detail", every=3)}
 
 
-@pytest.mark.parametrize("level", ["info", "detail", "every"])
-def test_a_report_during_a_perturbation_names_the_rank_of_the_digest_and_shows_no_perturbed_values(level: str) -> None:
-    told, *others = (of_rank[level] for of_rank in _perturbed(2))
-    ((call, text),) = told
-    unwrapped = " ".join(text.split())
+def test_a_report_during_a_perturbation_names_the_rank_of_the_digest_and_shows_no_perturbed_values() -> None:
+    for told, *others in run_cases(_perturbs, 3, {level: (checks, 2) for level, checks in LEVELS.items()}).values():
+        ((call, text),) = told
+        line = unwrapped(text)
 
-    assert others == [told] * 2
-    assert 2 < call <= 2 + trainings.told_within()
-    assert "who: rank 1 against ranks 0, 2" in unwrapped
-    assert "the parameters have changed on ranks 0-2 since the forward in which they were found to differ" in unwrapped
-    assert "elements differ" not in unwrapped.partition("buffer")[0]
-
-
-@pytest.mark.parametrize("level", ["info", "detail", "every"])
-def test_a_perturbation_alone_is_silent(level: str) -> None:
-    assert [of_rank[level] for of_rank in _perturbed(None)] == [[]] * 3
+        assert others == [told] * 2
+        assert 2 < call <= 2 + trainings.told_within()
+        assert "who: rank 1 against ranks 0, 2" in line
+        assert "the parameters have changed on ranks 0-2 since the forward in which they were found to differ" in line
+        assert "elements differ" not in line.partition("buffer")[0]
 
 
-@once
-def _perturbed(step_of_fault: int | None) -> list[dict[str, Told]]:
-    return run_ranks(_perturbs_at_all_levels, 3, step_of_fault, timeout_seconds=240)
+def test_a_perturbation_alone_is_silent() -> None:
+    found = run_cases(_perturbs, 3, {level: (checks, None) for level, checks in LEVELS.items()})
+
+    assert found == {level: [[]] * 3 for level in LEVELS}

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -93,14 +92,13 @@ _CHECKS: dict[str, Any] = {
 _CASES = {f"{how}, {level}": (how, _CHECKS[level]) for how, of_levels in _FOUND.items() for level in of_levels}
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_a_write_in_or_after_the_forward_of_a_call_is_not_dated_after_the_call(world_size: int) -> None:
-    found = run_cases(_report, world_size, _CASES)
+def test_a_write_in_or_after_the_forward_of_a_call_is_not_dated_after_the_call() -> None:
+    found = run_cases(_report, 2, _CASES)
 
     for how, of_levels in _FOUND.items():
         for level, since in of_levels.items():
-            first, *others = found[f"{how}, {level}"]
-            assert others == [first] * (world_size - 1)
+            first, second = found[f"{how}, {level}"]
+            assert first == second
             assert f" {since} " in first, (how, level, first)
 
 
@@ -115,9 +113,3 @@ def test_the_entries_of_an_optimizer_are_shown_with_their_moment() -> None:
         assert first == second
         assert "lr of parameter group 0: rank 1 has 0.25; rank 0 has 0.125" in first, level
         assert note in first, level
-
-
-def test_trainings_without_a_fault_are_silent() -> None:
-    assert run_cases(_report, 2, {level: ("", checks) for level, checks in _CHECKS.items()}) == {
-        level: ["", ""] for level in _CHECKS
-    }

@@ -10,7 +10,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
-from tests.helpers.default_trainings import PARTS, Run, Warned, train, wide_net
+from tests.helpers.default_trainings import PARTS, Run, Told, train, wide_net
 from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.torch_versions import uses_torch_jit
 
@@ -25,7 +25,7 @@ class _Renamed(nn.Sequential):
             yield f"model.{name}", parameter
 
 
-def _trains_renamed(rank: int, faulty: int) -> Warned:
+def _trains_renamed(rank: int, faulty: int) -> Told:
     run = Run(rank, module=_Renamed(*wide_net()))
     return train(run, 2 * PARTS, {("stepped", 3): trainings.add_noise} if rank == faulty else {})
 
@@ -33,10 +33,10 @@ def _trains_renamed(rank: int, faulty: int) -> Warned:
 def test_a_module_with_names_of_its_own_is_compared() -> None:
     found = run_cases(_trains_renamed, 2, {"silent": (-1,), "faulty": (1,)})
 
-    assert found["silent"] == [Warned()] * 2
+    assert found["silent"] == [[], []]
     first, second = found["faulty"]
     assert first == second
-    assert trainings.names_in(first.text) == {"model.3.weight"}
+    assert trainings.names_in(first[0][1]) == {"model.3.weight"}
 
 
 @pytest.mark.usefixtures("alone")
@@ -80,7 +80,7 @@ def _poke_table(run: Run) -> None:
 
 
 @on_ranks(2)
-def _trains_with_new_table(rank: int) -> Warned:
+def _trains_with_new_table(rank: int) -> Told:
     actions = {("stepped", 5): _replace_table}
     run = Run(rank, module=wide_net().append(_Table()))
     return train(run, 3 * PARTS, actions | ({("stepped", 8): _poke_table} if rank else {}))
@@ -90,8 +90,8 @@ def test_a_buffer_of_a_replaced_module_is_read_from_the_next_rotation_on() -> No
     first, second = _trains_with_new_table()
 
     assert first == second
-    assert first.count == 1
-    assert trainings.names_in(first.text) == {"4.values"}
+    ((_, text),) = first
+    assert trainings.names_in(text) == {"4.values"}
 
 
 # Differences
@@ -102,7 +102,7 @@ def _keep_cache(run: Run) -> None:
 
 
 @on_ranks(2)
-def _trains_with_cache(rank: int) -> Warned:
+def _trains_with_cache(rank: int) -> Told:
     actions = {("stepped", 5): _keep_cache, ("stepped", PARTS + 4): trainings.add_noise}
     return train(Run(rank), 4 * PARTS, actions if rank else {})
 
@@ -111,33 +111,26 @@ def test_a_buffer_on_one_rank_alone_leaves_no_rank_waiting_later() -> None:
     first, second = _trains_with_cache()
 
     assert first == second
-    assert trainings.names_in(first.text) == {"cache"}
-    assert first.count == 2  # and that of the noise
+    assert len(first) == 2  # and that of the noise
+    assert trainings.names_in(first[0][1]) == {"cache"}
 
 
 def _forwards_other_weights(rank: int, faulty: int) -> list[int]:
     """Rank 0 runs a training forward with other weights, before the forward of the step, and gives the weights back."""
-    run = Run(rank)
-    run.wrap()
-    calls = []
-    for step in range(1, 4 * PARTS):
-        if step == 3 and rank == 0:
-            kept = [parameter.detach().clone() for parameter in run.model.parameters()]
-            with torch.no_grad():
-                for parameter in run.model.parameters():
-                    parameter.mul_(0.5)
+
+    def forward(run: Run) -> None:
+        kept = [parameter.clone() for parameter in run.model.parameters()]
+        for parameter in run.model.parameters():
+            parameter.mul_(0.5)
+        with torch.enable_grad():
             run.model(torch.randn(8, 64))
-            with torch.no_grad():
-                for parameter, value in zip(run.model.parameters(), kept, strict=True):
-                    parameter.copy_(value)
-        run.backward()
-        run.model.all_reduce()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        if step == 6 and rank == faulty:
-            trainings.initialise(run)
-        calls += [step] * len(logged_warnings.take())
-    return calls
+        for parameter, value in zip(run.model.parameters(), kept, strict=True):
+            parameter.copy_(value)
+
+    actions = {("stepped", 2): forward} if rank == 0 else {}
+    if rank == faulty:
+        actions["stepped", 6] = trainings.initialise
+    return [call for call, _ in train(Run(rank), 4 * PARTS - 1, actions)]
 
 
 def test_a_digest_of_a_moment_that_has_passed_is_silent_and_hides_no_later_difference() -> None:
@@ -156,14 +149,9 @@ def _joins(rank: int, checks: tuple[str, ...]) -> list[str]:
     run.wrap()
     if rank == 1:
         trainings.initialise(run)
-    optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
     with run.model.join():
-        for _ in range(4 if rank == 0 else 2 * PARTS):
-            run.backward()
-            run.model.all_reduce()
-            optimizer.step()
-            optimizer.zero_grad()
-    return logged_warnings.take()
+        told = train(run, 4 if rank == 0 else 2 * PARTS, {})
+    return [text for _, text in told] + logged_warnings.take()  # of the calls of others
 
 
 def test_ranks_that_are_left_in_a_join_are_compared_unless_one_that_left_has_checks_off() -> None:

@@ -1,7 +1,7 @@
 """Micro-batches in the order of a tree: their sums, their memory, and the splits over ranks."""
 
 import gc
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, _reproducible
 from legacy_ddp._memory import segment
@@ -18,136 +17,44 @@ from legacy_ddp._memory.segment import SegmentPolicy
 from legacy_ddp._ranks.tree_reduce import why_no_nodes
 from legacy_ddp._reproducible import PartialSums
 from tests.helpers import logged_warnings
-from tests.helpers.cases import get_gradients
+from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import run_cases
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, error_of
-from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.sums import Window, bring, take, tree_sum, wrap_reproducible
-
-# Micro-batches of a step: changes of gradients between them, and unrelated errors
+from tests.helpers.tiers import thorough
 
 Model = LegacyDistributedDataParallel
 
 
-def _model() -> Model:
-    """A smaller and a larger parameter; backward puts both gradients into their slots at once."""
-    move_gradients_from(0)
-    return wrap_reproducible([torch.ones(3), torch.ones(1)])
+def _model(**options: Any) -> Model:
+    return wrap_reproducible([torch.ones(3)], **options)
 
 
 def _leaf(model: Model, value: float) -> None:
     with model.no_sync():
-        _add(model, value)
+        bring(model.module, [torch.full((3,), value)])
 
 
-def _add(model: Model, value: float) -> None:
-    bring(model.module, [torch.full((3,), value), torch.full((1,), value)])
+def _left(model: Model) -> list[float]:
+    return next(model.parameters()).grad.tolist()
 
 
-def _left(model: Model) -> list[Any]:
-    return [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
-
-
-def _filled(value: float) -> list[list[float]]:
-    return [[value] * 3, [value]]
-
-
-def _play(_: int, script: Callable[[Model], None]) -> list[Any]:
-    model = _model()
-    script(model)
-    return _left(model)
-
-
-# --- gradients that somebody keeps, scales or clears ------------------------------------------------------------------
-
-
-def _written_to(model: Model) -> None:
-    with model.no_sync():
-        _add(model, 1)
-        kept = [parameter.grad for parameter in model.parameters()]
-    for grad in kept:
-        grad.fill_(100.0)
-    _leaf(model, 2)
-    for grad in kept:
-        grad.zero_()
-    model.all_reduce(sample_size=1)
-
-
-def _last_behind_a_block(model: Model) -> None:
-    _leaf(model, 1)
-    _add(model, 2)
-    model.all_reduce(sample_size=1)
-
-
-def _clipped(model: Model) -> None:
-    _leaf(model, 1)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(2)
-    _leaf(model, 2)
-    nn.utils.clip_grad_value_(model.parameters(), 1e9)
-    model.all_reduce(sample_size=1)
-
-
-def _clipped_in_the_end(model: Model) -> None:
-    """It is too late for that, and no micro-batch more."""
-    _leaf(model, 1)
-    _leaf(model, 2)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    assert model.all_reduce(sample_size=1).rows[0].leaves == 2
-
-
-def _cleared_inside(model: Model) -> None:
-    """Only that block's gradients are meant: it takes them apart and begins anew."""
-    _leaf(model, 1)
-    with model.no_sync():
-        _add(model, 50)
-        model.zero_grad()
-        _add(model, 2)
-    model.all_reduce(sample_size=1)
-
-
-def _cleared_after_an_empty_block(model: Model) -> None:
-    with model.no_sync():
-        pass
-    model.zero_grad()
-    _leaf(model, 3)
-    assert model.all_reduce(sample_size=1).rows[0].micro_batches == 1
-
-
-SCRIPTS = (
-    _written_to,
-    _last_behind_a_block,
-    _clipped,
-    _clipped_in_the_end,
-    _cleared_inside,
-    _cleared_after_an_empty_block,
-)
-
-
-def test_the_micro_batches_add_up_to_3() -> None:
-    cases = {script.__name__: (script,) for script in SCRIPTS}
-
-    assert run_cases(_play, 1, cases, fresh=True) == {name: [_filled(3.0)] for name in cases}
-
-
-def _joined(rank: int) -> tuple[list[str], list[int]]:
-    model = LegacyDistributedDataParallel(_model().module, reproducible=True)
+@on_ranks(2)
+def _joins_micro_batches(rank: int) -> tuple[list[str], list[int]]:
+    model = _model(checks=Checks())
     warned, leaves = [], []
     for _ in range(2):
         model.zero_grad()
         for _ in range(3):
-            _add(model, 1.0 + rank)
+            bring(model.module, [torch.ones(3)])
         leaves.append(model.all_reduce(sample_size=1).rows[0].leaves)
-        caught = logged_warnings.take_all()
-        warned += [item.text for item in caught]
+        warned += logged_warnings.take()
     return warned, leaves
 
 
 def test_backward_passes_without_blocks_of_their_own_are_warned_of_once() -> None:
-    (warned, leaves), (silent, _) = run_ranks(_joined, 2, fresh=True)
+    (warned, leaves), (silent, _) = _joins_micro_batches()
 
     assert leaves == [1, 1]
     assert silent == []
@@ -156,29 +63,28 @@ def test_backward_passes_without_blocks_of_their_own_are_warned_of_once() -> Non
     assert "got 3 in 1" in warned[0]
 
 
-def _padded(rank: int, uneven: str) -> tuple[list[int], list[Any]]:
+@on_ranks(2, [[([2, 2], [1.0] * 3)] * 2] * 2)
+def test_an_empty_block_is_a_micro_batch_and_no_uneven_work(rank: int) -> list[tuple[list[int], list[float]]]:
     """Three micro-batches on two ranks: rank 1 has one, and an empty block."""
-    model = wrap_reproducible([torch.ones(3), torch.ones(1)], checks=Checks(uneven=uneven))
-    _leaf(model, 1.0)
-    if rank == 0:
+    found = []
+    for uneven in ("warn", "raise"):
+        model = _model(checks=Checks(uneven=uneven))
         _leaf(model, 1.0)
-    else:
-        with model.no_sync():
-            pass
-    rows = model.all_reduce(sample_size=2 - rank).rows
-    return [row.leaves for row in rows], _left(model)
+        if rank == 0:
+            _leaf(model, 1.0)
+        else:
+            with model.no_sync():
+                pass
+        rows = model.all_reduce(sample_size=2 - rank).rows
+        found.append(([row.leaves for row in rows], _left(model)))
+    return found
 
 
-def test_an_empty_block_is_a_micro_batch_and_no_uneven_work() -> None:
-    assert run_cases(_padded, 2, {"warn": ("warn",), "raise": ("raise",)}, fresh=True) == {
-        uneven: [([2, 2], _filled(1.0))] * 2 for uneven in ("warn", "raise")
-    }
+# Errors that leave the micro-batches as they were
 
 
-# --- errors that leave the micro-batches as they were -----------------------------------------------------------------
-
-
-def _try_again(rank: int) -> tuple[Said, list[Any]]:
+@on_ranks(2)
+def _tries_again(rank: int) -> tuple[Said, list[float]]:
     """Rank 0 first says 0, rank 1 nothing; then both say what they hold."""
     model = _model()
     _leaf(model, 10.0 + rank)
@@ -188,61 +94,48 @@ def _try_again(rank: int) -> tuple[Said, list[Any]]:
 
 
 def test_micro_batches_outlive_an_error_also_on_a_rank_that_took_no_part() -> None:
-    for said, left in run_ranks(_try_again, 2, fresh=True):
+    for said, left in _tries_again():
         assert said is not None
         assert said[0] == "PeerError"
-        assert left == _filled(10.5)
+        assert left == [10.5] * 3
 
 
+@on_ranks(2)
 def _void_beside_another_error(rank: int) -> list[str]:
     """Rank 1's block fails; it takes no part in a call that fails for another reason, and then wants to."""
     model = _model()
-    error_of(_failing_block, model, rank)
+    with suppress(MemoryError), model.no_sync():
+        bring(model.module, [torch.ones(3)])
+        if rank:
+            raise MemoryError("no room")
     said = [error_of(model.all_reduce, sample_size=0 if rank else None), error_of(model.all_reduce, sample_size=1)]
     return [item[1] if item else "" for item in said]
 
 
-def _failing_block(model: Model, rank: int) -> None:
-    with model.no_sync():
-        _add(model, 1)
-        if rank:
-            raise MemoryError("no room")
-
-
 def test_a_failed_micro_batch_is_an_error_of_the_first_call_that_would_use_it() -> None:
-    for first, second in run_ranks(_void_beside_another_error, 2, fresh=True):
+    for first, second in _void_beside_another_error():
         assert "rank 0: ValueError: sample_size is missing" in first
         assert "rank 1: GradientError" in second
         assert "MemoryError: no room" in second
 
 
-# --- memory and other devices -----------------------------------------------------------------------------------------
-
-
+@on_ranks(2)
 def _tensors_made(rank: int) -> list[int]:
-    """By the sums, step by step."""
-    made: list[int] = []
-    new = PartialSums._new
-
-    def counted(sums: PartialSums) -> torch.Tensor:
-        made.append(1)
-        return new(sums)
-
-    PartialSums._new = counted
-    model = _model()
+    """By the sums, until the end of each step."""
     found = []
-    for _ in range(3):
-        model.zero_grad()
-        _leaf(model, 1)
-        _leaf(model, 2)
-        model.all_reduce(sample_size=1)
-        found.append(len(made))
+    model = _model()
+    with counting("_new") as made:
+        for _ in range(3):
+            model.zero_grad()
+            _leaf(model, 1)
+            _leaf(model, 2)
+            model.all_reduce(sample_size=1)
+            found += made
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_memory_is_taken_in_the_first_step_only(world_size: int) -> None:
-    for made in run_ranks(_tensors_made, world_size, fresh=True):
+def test_memory_is_taken_in_the_first_step_only() -> None:
+    for made in _tensors_made():
         assert made[0] == made[1] == made[2] > 0
 
 
@@ -313,7 +206,7 @@ def _flat_tensors(rank: int, each: int) -> int:
     return len(found - {parameter.data_ptr() for parameter in wrapped.parameters()})
 
 
-@pytest.mark.parametrize("each, copies", [(1, 2), (2, 3), (4, 4), (8, 5)])
+@pytest.mark.parametrize("each, copies", [(1, 2), (4, 4), thorough(8, 5)])
 def test_memory_is_two_gradients_more_than_the_logarithm(transport: str, each: int, copies: int) -> None:
     """In shared memory a single micro-batch needs no memory to receive."""
     if transport == "host" and each == 1:

@@ -1,6 +1,7 @@
 """Uses that reproducible=True refuses: an error on every rank, and the next step is right."""
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers import logged_warnings
 from tests.helpers.cases import get_gradients
-from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.small_models import Said, error_of
 from tests.helpers.sums import bring, wrap_reproducible
@@ -30,43 +30,36 @@ def _leaf(model: Model, value: float = 1.0) -> None:
         bring(model.module, [torch.full((2, 2), value)])
 
 
-def _see(rank: int, act: Callable[[Model, int], None], checks: Checks | None) -> _Seen:
-    model = wrap_reproducible([torch.ones(2, 2)], **({} if checks is None else {"checks": checks}))
+def _see(rank: int, name: str) -> _Seen:
+    case = (CASES | SPARSE)[name]
+    model = wrap_reproducible([torch.ones(2, 2)], **({} if case.checks is None else {"checks": case.checks}))
+    parameter = next(model.parameters())
     said, ranks = None, ()
     try:
-        act(model, rank)
+        case.act(model, rank)
     except (LegacyDDPError, ValueError) as error:
         said = type(error).__name__, str(error)
         ranks = error.ranks if isinstance(error, LegacyDDPError) else ()
+    model.module._parameters.clear()
+    model.module._parameters["0"] = parameter.requires_grad_()
     model.zero_grad()
     # Where parameters were exchanged, passes before it count on.
     _leaf(model, 1.0 + rank)
     _leaf(model, 3.0 + rank)
     model.all_reduce(sample_size=1)
     logged_warnings.take()  # of several backward passes in one micro-batch
-    return _Seen(said, ranks, [grad.tolist() for grad in get_gradients(model.module) if grad is not None])
+    return _Seen(said, ranks, _left(model))
 
 
-def _other_counts(model: Model, rank: int) -> None:
-    for _ in range(4 - rank):
+def _left(model: Model) -> list[Any]:
+    return [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
+
+
+def _leaves(counts: tuple[int, int], model: Model, rank: int, **arguments: Any) -> None:
+    """So many micro-batches on each rank."""
+    for _ in range(counts[rank]):
         _leaf(model)
-    model.all_reduce(sample_size=1)
-
-
-def _three_each(model: Model, rank: int) -> None:
-    for _ in range(3):
-        _leaf(model)
-    model.all_reduce(sample_size=1)
-
-
-def _no_sample_size(model: Model, rank: int) -> None:
-    _leaf(model)
-    model.all_reduce()
-
-
-def _skips(model: Model, rank: int) -> None:
-    _leaf(model)
-    model.all_reduce(sample_size=1, skip=True)
+    model.all_reduce(**{"sample_size": 1, **arguments})
 
 
 def _one_without_sample_size(model: Model, rank: int) -> None:
@@ -76,13 +69,10 @@ def _one_without_sample_size(model: Model, rank: int) -> None:
 
 def _exception_inside(model: Model, rank: int) -> None:
     _leaf(model)
-    try:
-        with model.no_sync():
-            bring(model.module, [torch.ones(2, 2)])
-            if rank == 1:
-                raise MemoryError("no room")
-    except MemoryError:
-        pass
+    with suppress(MemoryError), model.no_sync():
+        bring(model.module, [torch.ones(2, 2)])
+        if rank == 1:
+            raise MemoryError("no room")
     model.all_reduce(sample_size=1)
 
 
@@ -104,16 +94,10 @@ def _forgotten_zero_grad(model: Model, rank: int) -> None:
             model.zero_grad()
 
 
-def _sparse(model: Model, rank: int) -> None:
-    with model.no_sync():
+def _sparse(model: Model, rank: int, *, in_block: bool) -> None:
+    with model.no_sync() if in_block else nullcontext():
         for parameter in model.parameters():
             parameter.grad = torch.ones(2, 2).to_sparse() if rank else torch.ones(2, 2)
-    model.all_reduce(sample_size=1)
-
-
-def _sparse_last(model: Model, rank: int) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.ones(2, 2).to_sparse() if rank else torch.ones(2, 2)
     model.all_reduce(sample_size=1)
 
 
@@ -129,52 +113,26 @@ def _step_without_call(model: Model, rank: int) -> None:
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
-def _change_in_between(change: Callable[[nn.Module], Callable[[], object]], model: Model, rank: int) -> None:
-    """A step whose first micro-batch is that of other parameters. ``change`` returns what restores them."""
+def _change_in_between(change: Callable[[nn.Module], object], model: Model, rank: int) -> None:
+    """A step whose first micro-batch is that of other parameters."""
     module = model.module
-    frozen = nn.Parameter(torch.ones(1), requires_grad=False)
-    module.register_parameter("other", frozen)
-    restore: Callable[[], object] = lambda: None  # noqa: E731
-    try:
-        with model.no_sync():
-            module.get_parameter("0").sum().backward()
-        restore = change(module)
-        with model.no_sync():
-            module.get_parameter("0").grad = torch.ones(2, 2)
-        model.all_reduce(sample_size=1)
-    finally:
-        restore()
-        del module._parameters["other"]
-        model.zero_grad()
+    module.register_parameter("other", nn.Parameter(torch.ones(1), requires_grad=False))
+    with model.no_sync():
+        module.get_parameter("0").sum().backward()
+    change(module)
+    with model.no_sync():
+        module.get_parameter("0").grad = torch.ones(2, 2)
+    model.all_reduce(sample_size=1)
 
 
-def _thaw(module: nn.Module) -> Callable[[], object]:
-    return partial(module.get_parameter("other").requires_grad_(True).requires_grad_, False)
-
-
-def _freeze(module: nn.Module) -> Callable[[], object]:
-    return partial(module.get_parameter("0").requires_grad_(False).requires_grad_, True)
-
-
-def _add(module: nn.Module) -> Callable[[], object]:
-    module.register_parameter("new", nn.Parameter(torch.ones(1)))
-    return partial(module._parameters.pop, "new")
-
-
-def _replace(module: nn.Module) -> Callable[[], object]:
-    before = module.get_parameter("0")
+def _replace(module: nn.Module) -> None:
     module.register_parameter("0", nn.Parameter(torch.ones(2, 2)))
-    return partial(module.register_parameter, "0", before)
 
 
 def _replaced_after_the_blocks(model: Model, rank: int) -> None:
     _leaf(model)
-    restore = _replace(model.module)
-    try:
-        model.all_reduce(sample_size=1)
-    finally:
-        restore()
-        model.zero_grad()
+    _replace(model.module)
+    model.all_reduce(sample_size=1)
 
 
 def _nan(model: Model, rank: int) -> None:
@@ -197,27 +155,37 @@ def _of_rank_1(act: Callable[[Model, int], None], *words: str) -> _Case:
     return _Case(act, "PeerError", ("rank 1", *words), ranks=(1,))
 
 
-def _changed(change: Callable[[nn.Module], Callable[[], object]], words: str) -> _Case:
+def _changed(change: Callable[[nn.Module], object], words: str) -> _Case:
     words = f"the micro-batches of a step ({words}): gradients of the earlier micro-batches do not fit"
     return _Case(partial(_change_in_between, change), "GradientError", (words,))
 
 
 CASES = {
     "numbers of micro-batches differ": _Case(
-        _other_counts, "DesyncError", ("rank 1 has 3", "rank 0 has 4", "1 x 8, 2 x 4, 4 x 2, 8 x 1")
+        partial(_leaves, (4, 3)), "DesyncError", ("rank 1 has 3", "rank 0 has 4", "1 x 8, 2 x 4, 4 x 2, 8 x 1")
     ),
-    "no power of two": _Case(_three_each, "DesyncError", ("3 on each of 2 ranks", "1 x 6, 3 x 2, 6 x 1")),
-    "no sample_size": _Case(_no_sample_size, "ValueError", ("sample_size is missing", "reproducible=True")),
-    "skip": _Case(_skips, "ValueError", ("skip is not usable", "sample_size=0")),
+    "no power of two": _Case(partial(_leaves, (3, 3)), "DesyncError", ("3 on each of 2 ranks", "1 x 6, 3 x 2, 6 x 1")),
+    "no sample_size": _Case(
+        partial(_leaves, (1, 1), sample_size=None), "ValueError", ("sample_size is missing", "reproducible=True")
+    ),
+    "skip": _Case(partial(_leaves, (1, 1), skip=True), "ValueError", ("skip is not usable", "sample_size=0")),
     "no sample_size on one rank": _of_rank_1(_one_without_sample_size, "sample_size is missing"),
     "an exception in a micro-batch": _of_rank_1(_exception_inside, "micro-batch 2", "MemoryError: no room"),
     "a micro-batch outside before a block": _of_rank_1(_outside_and_inside, "GradientError", "outside of any"),
     "a forgotten zero_grad()": _of_rank_1(_forgotten_zero_grad, "GradientError", "zero_grad() before every step"),
     "a second call": _Case(_twice, "GradientError", ("second time",)),
     "a step without the call": _Case(_step_without_call, "UnsynchronizedStepError", ("'0'",)),
-    "a parameter thawed within a step": _changed(_thaw, "parameter 'other' was frozen, and is trainable now"),
-    "a parameter frozen within a step": _changed(_freeze, "parameter '0' was trainable, and is frozen now"),
-    "a parameter added within a step": _changed(_add, "parameter 'new' is new"),
+    "a parameter thawed within a step": _changed(
+        lambda module: module.get_parameter("other").requires_grad_(True),
+        "parameter 'other' was frozen, and is trainable now",
+    ),
+    "a parameter frozen within a step": _changed(
+        lambda module: module.get_parameter("0").requires_grad_(False),
+        "parameter '0' was trainable, and is frozen now",
+    ),
+    "a parameter added within a step": _changed(
+        lambda module: module.register_parameter("new", nn.Parameter(torch.ones(1))), "parameter 'new' is new"
+    ),
     "a parameter replaced within a step": _changed(_replace, "parameter '0' is another tensor now"),
     "a parameter replaced after the blocks": _Case(
         _replaced_after_the_blocks, "GradientError", ("parameter '0' is another tensor now",)
@@ -231,15 +199,14 @@ CASES = {
     ),
 }
 SPARSE = {
-    "in a block": _of_rank_1(_sparse, "grad of '0' is sparse"),
-    "after the blocks": _of_rank_1(_sparse_last, "grad of '0' is sparse"),
+    "in a block": _of_rank_1(partial(_sparse, in_block=True), "grad of '0' is sparse"),
+    "after the blocks": _of_rank_1(partial(_sparse, in_block=False), "grad of '0' is sparse"),
 }
 
 
 @once
-def _seen(name: str) -> dict[str, list[_Seen]]:
-    table: dict[str, _Case] = globals()[name]
-    return run_cases(_see, 2, {key: (case.act, case.checks) for key, case in table.items()})
+def _seen(*names: str) -> dict[str, list[_Seen]]:
+    return run_cases(_see, 2, {name: (name,) for name in names})
 
 
 def _check(seen: list[_Seen], case: _Case) -> None:
@@ -253,26 +220,19 @@ def _check(seen: list[_Seen], case: _Case) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_refused_is_an_error_on_every_rank_and_the_next_step_is_right(name: str) -> None:
-    _check(_seen("CASES")[name], CASES[name])
+    _check(_seen(*CASES)[name], CASES[name])
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_sparse_gradient_is_refused_by_name(name: str) -> None:
-    _check(_seen("SPARSE")[name], SPARSE[name])
+    _check(_seen(*SPARSE)[name], SPARSE[name])
 
 
+@pytest.mark.usefixtures("alone")
 def test_reduce_dtype_is_refused_with_the_reason() -> None:
-    said = _wrap_with_reduce_dtype()[0]
-
-    assert said is not None
-    assert said[0] == "ValueError"
-    assert "reduce_dtype is not usable with reproducible=True: got torch.bfloat16" in said[1]
-
-
-@on_ranks(1)
-def _wrap_with_reduce_dtype(rank: int) -> Said:
-    return error_of(wrap_reproducible, [torch.ones(1)], reduce_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"reduce_dtype is not usable with reproducible=True: got torch\.bfloat16"):
+        wrap_reproducible([torch.ones(1)], reduce_dtype=torch.bfloat16)
 
 
 @on_ranks(2)
@@ -289,7 +249,7 @@ def test_ranks_with_other_modes_are_a_layout_error() -> None:
     assert "'reproducible'" in said[0][1]
 
 
-# --- who takes no part ------------------------------------------------------------------------------------------------
+# Who takes no part
 
 
 def _no_part(rank: int, taking: tuple[int, ...]) -> tuple[bool, tuple[int, ...], list[Any]]:
@@ -297,25 +257,24 @@ def _no_part(rank: int, taking: tuple[int, ...]) -> tuple[bool, tuple[int, ...],
     for _ in range(2 if rank in taking else 3):
         _leaf(model, 1.0 if rank in taking else float("nan"))
     record = model.all_reduce(sample_size=2 if rank in taking else 0)
-    found = [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
+    found = _left(model)
     model.zero_grad()
     _leaf(model)
     model.all_reduce(sample_size=1)
-    found += [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
-    return record.skipped, record.skipped_ranks, found
+    return record.skipped, record.skipped_ranks, found + _left(model)
 
 
-@pytest.mark.parametrize(
-    "taking, expected",
-    [((0,), [[1.0] * 2] * 2), ((1,), [[1.0] * 2] * 2), ((), None)],
-    ids=["first", "second", "none"],
-)
-def test_a_rank_with_sample_size_0_counts_as_zeros(taking: tuple[int, ...], expected: Any) -> None:
-    skipped = tuple(rank for rank in range(2) if rank not in taking)
-    assert run_ranks(partial(_no_part, taking=taking), 2) == [(not taking, skipped, [expected, [[1.0] * 2] * 2])] * 2
+def test_a_rank_with_sample_size_0_counts_as_zeros() -> None:
+    ones = [[1.0] * 2] * 2
+
+    assert run_cases(_no_part, 2, {"first": ((0,),), "second": ((1,),), "none": ((),)}) == {
+        "first": [(False, (1,), [ones, ones])] * 2,
+        "second": [(False, (0,), [ones, ones])] * 2,
+        "none": [(True, (0, 1), [None, ones])] * 2,
+    }
 
 
-# --- what is told of a step -------------------------------------------------------------------------------------------
+# What is told of a step
 
 
 @pytest.mark.cpu("norms are not read on a device")

@@ -10,7 +10,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
-from tests.helpers.small_models import Said, error_of
+from tests.helpers.small_models import KINDS, Said, error_of
 
 ALL = range(8)  # ranks
 
@@ -25,20 +25,13 @@ class Two(nn.Module):
 
 
 Call = Callable[..., object]
-MAKES: dict[str, dict[str, Any]] = {
-    "info": {},
-    "off": {"checks": "off"},
-    "detail": {"checks": "detail"},
-    "without views": {"gradient_as_bucket_view": False},
-    "reproducible": {"reproducible": True},
-}
 
 
 def _make(kind: str) -> tuple[Two, Call]:
     module = Two()
     if kind == "function":
         return module, lambda **arguments: all_reduce_gradients(module, **arguments)
-    return module, LegacyDistributedDataParallel(module, **MAKES[kind]).all_reduce
+    return module, LegacyDistributedDataParallel(module, **KINDS[kind]).all_reduce
 
 
 def _nothing(_: nn.Parameter) -> None:
@@ -54,6 +47,10 @@ def _keep(parameter: nn.Parameter) -> None:
 
 def _halve(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def _zero(parameter: nn.Parameter) -> None:
+    parameter.grad.zero_()  # type: ignore[union-attr]
 
 
 class Case(NamedTuple):
@@ -90,14 +87,8 @@ CASES = {
     "kept on a rank without items": Case(False, 1 / 2, keeps=[1], second=(2, 0)),
     "kept, all calls plain": Case(False, (1.5 + 1 + 1.5 + 2) / 2, sizes=(None, None)),
     "cleared": Case(False, 3 / 4, keeps=[]),
-    "cleared in place": Case(False, 3 / 4, keeps=[], clear=lambda parameter: parameter.grad.zero_()),  # type: ignore[union-attr]
-    "cleared in place, and not reached again": Case(
-        False,
-        0.0,
-        keeps=[],
-        reaches=False,
-        clear=lambda parameter: parameter.grad.zero_(),  # type: ignore[union-attr]
-    ),
+    "cleared in place": Case(False, 3 / 4, keeps=[], clear=_zero),
+    "cleared in place, and not reached again": Case(False, 0.0, keeps=[], reaches=False, clear=_zero),
     "cleared as data": Case(False, 3 / 4, keeps=[], clear=lambda parameter: parameter.grad.data.zero_()),  # type: ignore[union-attr]
     "another tensor": Case(
         False, (0.5 + 1 + 0.5 + 2) / 4, keeps=[], clear=lambda p: setattr(p, "grad", torch.full_like(p, 0.5))
@@ -165,8 +156,8 @@ def _all_cases(rank: int, kinds: list[str]) -> dict[tuple[str, str], Any]:
 @pytest.mark.usefixtures("transport")
 def test_a_result_divided_again_by_sample_size_is_not_stepped() -> None:
     """Two optimizers at two rates, which clear their own gradients, ended 2 % off without a word."""
-    for found in run_ranks(_all_cases, 2, [*MAKES, "function"]):
-        assert {kind for kind, _ in found} == {*MAKES, "function"}
+    for found in run_ranks(_all_cases, 2, [*KINDS, "function"]):
+        assert {kind for kind, _ in found} == {*KINDS, "function"}
         for (kind, name), (of_fast, of_slow, gradient, is_mended) in found.items():
             case = CASES[name]
             assert of_fast is None, (kind, name)

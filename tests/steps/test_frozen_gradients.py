@@ -9,15 +9,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import Said, error_of
-
-KINDS: dict[str, dict[str, Any]] = {
-    "info": {},
-    "detail": {"checks": "detail"},
-    "off": {"checks": "off"},
-    "without views": {"gradient_as_bucket_view": False},
-    "reproducible": {"reproducible": True},
-}
+from tests.helpers.small_models import KINDS, Said, error_of
 
 
 class Loop:

@@ -13,19 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from legacy_ddp import Checks, DesyncError, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers import logged_warnings
+from tests.helpers.cases import get_gradients
+from tests.helpers.outcomes import same
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
-from tests.helpers.small_models import Said, error_of
+from tests.helpers.small_models import KINDS, Said, error_of
 
 # An exception in the middle of a backward pass
-
-KINDS: dict[str, dict[str, Any]] = {
-    "info": {},
-    "detail": {"checks": "detail"},
-    "off": {"checks": "off"},
-    "without views": {"gradient_as_bucket_view": False},
-    "reproducible": {"reproducible": True},
-}
 
 
 class _BrokenError(Exception):
@@ -54,10 +48,10 @@ class Loop:
     def backward(self) -> None:
         self.forward().backward()
 
-    def break_off(self, *, loss: torch.Tensor | None = None, at: int = 1) -> None:
-        """A backward pass that an exception of a hook ends at layer ``at``, and that the script catches."""
+    def break_off(self, *, loss: torch.Tensor | None = None) -> None:
+        """A backward pass that an exception of a hook ends at the second layer, and that the script catches."""
         loss = self.forward() if loss is None else loss
-        handle = self.net[at].weight.register_hook(_raise)
+        handle = self.net[1].weight.register_hook(_raise)
         with suppress(_BrokenError):
             loss.backward()
         handle.remove()
@@ -79,10 +73,6 @@ class Loop:
 
 def _raise(_: torch.Tensor) -> None:
     raise _BrokenError
-
-
-def _half(loop: Loop) -> None:
-    loop.break_off()
 
 
 def _half_then_whole(loop: Loop) -> None:
@@ -126,10 +116,9 @@ def _cleared_then_half(loop: Loop) -> None:
     loop.break_off()
 
 
-FAULTS = {
+FAULTS = {"half": Loop.break_off} | {
     act.__name__: act
     for act in (
-        _half,
         _half_then_whole,
         _whole_then_half,
         _half_of_a_second_pass_over_a_part,
@@ -222,21 +211,17 @@ SILENT = {
 
 
 def _is_close(loop: Loop, expected: list[torch.Tensor]) -> bool:
-    found = [parameter.grad for parameter in loop.net.parameters()]
-    return all(grad is not None and torch.allclose(grad, one) for grad, one in zip(found, expected, strict=True))
+    pairs = zip(get_gradients(loop.net), expected, strict=True)
+    return all(grad is not None and torch.allclose(grad, one) for grad, one in pairs)
 
 
 def _fault(rank: int, kind: str, act: Callable[[Loop], None]) -> tuple[Said, bool, bool]:
     """The error of the call if ``act`` runs on rank 1, whether it left every gradient, and whether a new step works."""
     loop = Loop(rank, kind)
     act(loop) if rank else loop.backward()
-    before = [None if p.grad is None else p.grad.clone() for p in loop.net.parameters()]
+    before = get_gradients(loop.net)
     said = error_of(loop.call)
-    after = [parameter.grad for parameter in loop.net.parameters()]
-    is_untouched = all(
-        (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
-        for one, other in zip(before, after, strict=True)
-    )
+    is_untouched = same(before, get_gradients(loop.net))
     loop.net.zero_grad()
     loop.backward()
     loop.call()
@@ -358,14 +343,14 @@ def _second_tries(rank: int) -> dict[str, list[int]]:
 
 
 @on_ranks(2)
-def _uneven_counts(rank: int) -> list[Any]:
+def _uneven_counts(rank: int) -> str:
     """Ranks with different numbers of micro-batches, each of which uses its layer three times."""
     model = LegacyDistributedDataParallel(Nested(), checks=Checks(uneven="raise"))
     for _ in range(rank + 1):
         model(torch.ones(1, 2).requires_grad_(), 3, reentrant=True).sum().backward()
     with pytest.raises(DesyncError) as caught:
         model.all_reduce()
-    return [str(caught.value)]
+    return str(caught.value)
 
 
 def test_a_layer_used_several_times_under_a_reentrant_checkpoint_is_one_micro_batch() -> None:
@@ -382,5 +367,5 @@ def test_a_second_try_after_a_broken_pass_is_one_micro_batch() -> None:
 
 
 def test_uneven_micro_batches_with_reentrant_checkpoints_are_still_told() -> None:
-    for (text,) in _uneven_counts():
+    for text in _uneven_counts():
         assert "micro-batches since the last call: rank 1 has 2; rank 0 has 1" in text

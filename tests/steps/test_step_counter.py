@@ -10,10 +10,8 @@ from torch.optim import SGD
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.outcomes import Outcome, check_agreed, check_silent, outcome_of
-from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import run_cases
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, tanh_net
-from tests.helpers.tiers import thorough
 
 # Different numbers of optimizer steps between two calls are an error on every rank in the second call
 
@@ -84,7 +82,7 @@ _NUMBERS: dict[str, tuple[Steps, int]] = {
 }
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), thorough(4, 2)])
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
 def test_ranks_with_different_numbers_of_steps_are_told(world_size: int, who: int) -> None:
     cases = {name: ((who,), steps, _IGNORES) for name, (steps, _) in _NUMBERS.items()}
     for name, outcomes in run_cases(_trains, world_size, cases).items():
@@ -138,7 +136,8 @@ def test_a_large_gradient_is_read_to_its_end() -> None:
         assert "rank 1 has 1; rank 0 has 0" in said[1]
 
 
-def _scales(rank: int, unscales_before: bool) -> str:
+@on_ranks(2)
+def _unscales_before_the_call(rank: int) -> str:
     """An infinity on rank 1 in step 2."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
     model = Model(tanh_net(), checks=Checks(grad_scaler=scaler, nonfinite="ignore", edited="allow"))
@@ -146,8 +145,7 @@ def _scales(rank: int, unscales_before: bool) -> str:
     for step in range(5):
         loss = model(torch.randn(2, 4) + rank).square().mean()
         (scaler.scale(loss) * (float("inf") if (step, rank) == (2, 1) else 1.0)).backward()
-        if unscales_before:
-            scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)
         try:
             model.all_reduce()
         except RuntimeError as error:
@@ -159,16 +157,12 @@ def _scales(rank: int, unscales_before: bool) -> str:
 
 
 def test_a_scaler_that_skips_on_one_rank_alone_is_told_in_the_next_call() -> None:
-    first, second = run_ranks(_scales, 2, True)
+    first, second = _unscales_before_the_call()
 
     assert first == second
     assert first.startswith("3 DesyncError")
     assert "rank 1 has 0; rank 0 has 1" in first
     assert "unscale" in first
-
-
-def test_a_scaler_that_skips_on_all_ranks_is_silent() -> None:
-    assert run_ranks(_scales, 2, False) == ["", ""]
 
 
 @pytest.mark.usefixtures("alone")
