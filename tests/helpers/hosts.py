@@ -14,12 +14,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from legacy_ddp._ranks import first_meeting
@@ -133,8 +132,7 @@ _ADDRESS = "198.18.0.{}"
 _LEAST_BURST_BYTES, _BURST_SECONDS, _QUEUE = 2**16, 2e-3, "50ms"
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """How torchrun ended on one host: exit code (below 0: a signal), and stdout and stderr in one text."""
 
     name: str
@@ -142,14 +140,16 @@ class Result:
     text: str
 
 
-class Launcher:
-    """torchrun on one host, which writes to the file ``output``."""
+class Job:
+    """One torchrun per host, all part of one job."""
 
-    def __init__(self, host: Host, command: list[str], environment: Mapping[str, str], output: Path) -> None:
-        self.host = host
-        self._output = output
+    def __init__(self) -> None:
+        self._started: list[tuple[Host, subprocess.Popen[bytes], Path]] = []
+
+    def start(self, host: Host, command: list[str], environment: Mapping[str, str], output: Path) -> None:
+        """Start torchrun on one host; it writes to the file ``output``."""
         with output.open("wb") as file:
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 host.command(*command),
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -157,16 +157,7 @@ class Launcher:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    def result(self) -> Result:
-        return Result(self.host.name, self.process.returncode, self._output.read_text(errors="replace"))
-
-
-class Job:
-    """One torchrun per host, all part of one job."""
-
-    def __init__(self, launchers: Sequence[Launcher]) -> None:
-        self._launchers = launchers
+        self._started.append((host, process, output))
 
     def wait(self, timeout_seconds: float, *, check: bool = True) -> list[Result]:
         """How the job ended on each host. Nothing of it runs afterwards, nor anything else on its hosts.
@@ -177,10 +168,13 @@ class Job:
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout_seconds
         try:
-            late = [each.host.name for each in self._launchers if not _ended(each.process, deadline)]
+            late = [host.name for host, process, _ in self._started if not _ended(process, deadline)]
         finally:
             self.close()
-        results = [each.result() for each in self._launchers]
+        results = [
+            Result(host.name, process.returncode, output.read_text(errors="replace"))
+            for host, process, output in self._started
+        ]
         failed = [r.name for r in results if check and r.exit_code and r.name not in late]
         if late or failed:
             # Failures first: torchrun where all went well waits 300 s for one that failed elsewhere.
@@ -192,10 +186,10 @@ class Job:
 
     def close(self) -> None:
         """Kill what still runs."""
-        for each in self._launchers:
-            each.process.kill()  # first, because it may be stopped and is what its child waits for to be gone
-            each.process.wait()
-            each.host.kill_all()
+        for host, process, _ in self._started:
+            process.kill()  # first, because it may be stopped and is what its child waits for to be gone
+            process.wait()
+            host.kill_all()
 
 
 def _ended(process: "subprocess.Popen[bytes]", deadline: float) -> bool:
@@ -214,7 +208,6 @@ class Hosts:
     """
 
     def __init__(self, n: int, *, rate_mbit: float | None = None) -> None:
-
         self._rate_mbit = rate_mbit
         self.names = [f"host-{index}" for index in range(n)]
         self.addresses = [_ADDRESS.format(index + 1) for index in range(n)]
@@ -225,8 +218,12 @@ class Hosts:
     def __enter__(self) -> "Hosts":
         with ExitStack() as cleanup:
             self._folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="hosts-"))
-            names = ["127.0.0.1 localhost\n", *map(_names, self.addresses, self.names)]
-            Path(self._folder, "hosts").write_text("".join(names))
+            # Torch's store asks for the name of an IPv4 address written as IPv6, and warns if there is none.
+            names = [
+                f"{address} {name}\n::ffff:{address} {name}.mapped\n"
+                for address, name in zip(self.addresses, self.names, strict=True)
+            ]
+            Path(self._folder, "hosts").write_text("".join(["127.0.0.1 localhost\n", *names]))
             self.switch = cleanup.enter_context(closing(Host("switch")))
             self.switch.configure("ip", "link", "add", "name", "switch", "up", "type", "bridge")
             for index, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
@@ -265,12 +262,11 @@ class Hosts:
         ours |= {"OMP_NUM_THREADS": "1", "TMPDIR": self._folder}
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         variables = {**os.environ, **ours, **environment}
-        launchers = []
+        job = self._cleanup.enter_context(closing(Job()))
         for index, host in enumerate(self._hosts):
             command = [*launcher, f"--node-rank={index}", f"--local-addr={host.address}", str(script), *arguments]
-            output = Path(self._folder, f"output-{port}-{host.name}")
-            launchers.append(Launcher(host, command, variables, output))
-        return self._cleanup.enter_context(closing(Job(launchers)))
+            job.start(host, command, variables, Path(self._folder, f"output-{port}-{host.name}"))
+        return job
 
     def cut(self, index: int) -> None:
         """Take a host off the switch: what it sends and what is sent to it is lost, and nobody is told."""
@@ -290,11 +286,6 @@ class Hosts:
                 burst_bytes = max(_LEAST_BURST_BYTES, int(self._rate_mbit * 1e6 / 8 * _BURST_SECONDS))
                 limit = ("rate", f"{self._rate_mbit}mbit", "burst", str(burst_bytes), "latency", _QUEUE)
                 side.configure("tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
-
-
-def _names(address: str, name: str) -> str:
-    # Torch's store asks for the name of an IPv4 address written as IPv6, and warns if there is none.
-    return f"{address} {name}\n::ffff:{address} {name}.mapped\n"
 
 
 def _port(index: int) -> str:

@@ -4,7 +4,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.ranks import run_ranks
 
 WARN_SECONDS = 1.0
-EARLY_CALLS = 2  # in which the first warning of a wait is one line
 
 
 def said_path(folder: Path, rank: int) -> Path:
@@ -32,6 +32,21 @@ def listen(function: Callable[..., Any], folder: Path, rank: int, *args: Any) ->
     handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
     logging.getLogger("legacy_ddp").addHandler(handler)
     return function(rank, folder, *args)
+
+
+@contextmanager
+def hearing(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """The messages that the library logs in this process, from ``level`` on."""
+    logger, heard = logging.getLogger("legacy_ddp"), list[str]()
+    handler, before = logging.Handler(level), logger.level
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def said(folder: Path, rank: int) -> list[str]:
@@ -56,11 +71,15 @@ def run_silently(function: Callable[..., Any], world_size: int, folder: Path, *a
 
 
 class Training:
-    """A small model that is trained on every rank; ``waits``: how long each call waited for other ranks."""
+    """A small model that is trained on every rank; ``waits``: how long each call waited for other ranks.
 
-    def __init__(self, folder: Path | None, *, early_calls: int = EARLY_CALLS, **checks: Any) -> None:
+    In the early calls the first warning of a wait is one line.
+    """
+
+    def __init__(self, folder: Path | None, *, early_calls: int = 2, process_group: Any = None, **checks: Any) -> None:
         checks = {"warn_after_seconds": WARN_SECONDS, "report_dir": folder, **checks}
-        self.model = LegacyDistributedDataParallel(nn.Linear(4, 2), checks=Checks(**checks))
+        model = nn.Linear(4, 2)
+        self.model = LegacyDistributedDataParallel(model, process_group=process_group, checks=Checks(**checks))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.waits: list[float] = []
         for _ in range(early_calls):

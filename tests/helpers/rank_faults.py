@@ -4,7 +4,6 @@ A scene is a short training on every rank; in the call after ``Scene.calls`` goo
 """
 
 import ctypes
-import json
 import os
 import re
 import select
@@ -28,9 +27,7 @@ from torch.utils.data import DataLoader
 
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, LostPeerError
 from tests.helpers.ranks import run_ranks
-
-# What a report says of one call: when it was written, then lines, then an empty one.
-_ENTRY = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d\]\n")
+from tests.helpers.small_models import error_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,6 @@ class Seen:
     report: str
     seconds: float  # from the fault to the error
     file: Path
-    file_mode: int
     file_text: str
     on_host: bool
     gradients: str
@@ -109,6 +105,11 @@ class Stage:
         """To be called right before it."""
         self.note("fault", str(time.monotonic()))
 
+    def get_signal(self, number: int = signal.SIGKILL) -> None:
+        """The fault: this signal."""
+        self.note_the_fault()
+        os.kill(os.getpid(), number)
+
     def pid(self, rank: int) -> int:
         return int(self.read(f"pid {rank}"))
 
@@ -143,24 +144,6 @@ def play(scene: Scene, world_size: int, **options: Any) -> dict[int, Seen]:
     return {rank: seen[rank] for rank in range(world_size) if rank not in scene.victims}
 
 
-def entries(path: Path) -> list[str]:
-    """The texts that were written at a time each, without their JSON; fails where one was not written to its end."""
-    text = path.read_text()
-    assert text.endswith("\n\n")
-    parts = _ENTRY.split(text)
-    assert parts[0] == ""
-    assert all(part.endswith("\n\n") for part in parts[1:])
-    return [_without_json(part.removesuffix("\n\n")) for part in parts[1:]]
-
-
-def _without_json(entry: str) -> str:
-    text, _, line = entry.rpartition("\n\n")
-    if not line.startswith("{"):
-        return entry
-    assert json.loads(line)["states"]
-    return text
-
-
 def _play(rank: int, scene: Scene) -> Seen | None:
     stage = Stage(scene, rank)
     for call in range(scene.calls):
@@ -183,8 +166,7 @@ def _survive(stage: Stage) -> Seen:
         seconds = time.monotonic() - float(stage.read("fault"))
         sys.setprofile(None)
         path = Path(re.findall(r"\(also in (.*)\)", str(error))[0])
-        text, mode = path.read_text(), path.stat().st_mode & 0o777
-        after = stage.weight.grad
+        text, after = path.read_text(), stage.weight.grad
         return Seen(
             kind=type(error).__name__,
             ranks=error.ranks,
@@ -193,21 +175,12 @@ def _survive(stage: Stage) -> Seen:
             report=error.report,
             seconds=seconds,
             file=path,
-            file_mode=mode,
             file_text=text,
             on_host=stage.is_on_host,
             gradients="none" if after is None else "untouched" if torch.equal(before, after) else "other",
-            again=_refusal(stage.model),
+            again=(error_of(stage.model.all_reduce) or ("",))[0],
         )
     raise AssertionError("no error: the call succeeded without its victims")
-
-
-def _refusal(model: LegacyDistributedDataParallel) -> str:
-    try:
-        model.all_reduce()
-    except LostPeerError as error:
-        return type(error).__name__
-    return "no error"
 
 
 # What a rank enters to wait for another: over gloo, and on the host.
@@ -269,22 +242,17 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-# Faults. Each notes its moment right before it.
-
-
 def killed(stage: Stage) -> None:
     """By SIGKILL, while the others wait."""
     stage.await_waiting(stage.survivors)
-    stage.note_the_fault()
-    os.kill(os.getpid(), signal.SIGKILL)
+    stage.get_signal()
 
 
 def killed_early(stage: Stage) -> None:
     """By SIGKILL, before the others call; see :func:`outlive_in_backward`."""
     for rank in stage.survivors:
         stage.read(f"in backward {rank}")
-    stage.note_the_fault()
-    os.kill(os.getpid(), signal.SIGKILL)
+    stage.get_signal()
 
 
 def outlive_in_backward(stage: Stage) -> None:
@@ -301,8 +269,7 @@ def outlive_in_backward(stage: Stage) -> None:
 
 def stopped(stage: Stage) -> None:
     stage.await_waiting(stage.survivors)
-    stage.note_the_fault()
-    os.kill(os.getpid(), signal.SIGSTOP)
+    stage.get_signal(signal.SIGSTOP)
 
 
 def fails_in_a_child_of_spawn(stage: Stage) -> None:
@@ -329,29 +296,16 @@ def holds_the_gil(stage: Stage) -> None:
 def killed_in_payload(stage: Stage) -> None:
     """When the third of many collectives has ended, or when the sum on the host begins."""
     stage.backward(1.0)
-
-    def end() -> None:
-        stage.note_the_fault()
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if stage.is_on_host:
-        sys.setprofile(do_when("divide", end))
+        sys.setprofile(do_when("divide", stage.get_signal))
     else:
-        sys.setprofile(do_when("reduce_own_shard" if stage.scene.reproducible else "_finish", end, nth=3))
+        function = "reduce_own_shard" if stage.scene.reproducible else "_finish"
+        sys.setprofile(do_when(function, stage.get_signal, nth=3))
     stage.reduce()
 
 
-def killed_with_another(stage: Stage) -> None:
-    """The first victim ends the second and itself."""
-    _with_another(stage, signal.SIGKILL)
-
-
-def killed_after_stopping_another(stage: Stage) -> None:
-    """The first victim stops the second and ends itself."""
-    _with_another(stage, signal.SIGSTOP)
-
-
-def _with_another(stage: Stage, number: int) -> None:
+def killed_with_another(stage: Stage, *, number: int = signal.SIGKILL) -> None:
+    """The first victim sends the signal ``number`` to the second, and ends itself."""
     if stage.rank != stage.first_victim:
         threading.Event().wait()
     stage.await_waiting(stage.survivors)
@@ -365,8 +319,7 @@ def killed_while_reporting(stage: Stage, *, function: str) -> None:
     reporter, other = stage.scene.victims
     if stage.rank == other:
         stage.await_waiting([reporter, *stage.survivors])
-        stage.note_the_fault()
-        os.kill(os.getpid(), signal.SIGKILL)
+        stage.get_signal()
     wait = do_when(WAITS, partial(stage.note, f"waiting {reporter}"))
     end = do_when(function, partial(os.kill, os.getpid(), signal.SIGKILL))
 

@@ -66,6 +66,12 @@ def step(model: LegacyDistributedDataParallel, value: float) -> float | None:
     return next(iter(gradient_values(model).values()))
 
 
+def transport_line(model: nn.Module) -> str:
+    """What ``print(model)`` says of the transport."""
+    (line,) = [text.strip() for text in repr(model).splitlines() if "transport:" in text]
+    return line
+
+
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Said:
     """Type and text of what ``function`` raises."""
     try:

@@ -3,11 +3,16 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from legacy_ddp._watchdog.client import decode_endpoint
+from legacy_ddp._watchdog.server import StatusServer
+from legacy_ddp._watchdog.status import RankStatus, own_status
 
 # Prints its endpoint and waits; it can be stopped and killed.
 _LISTENER = """
@@ -31,6 +36,33 @@ for line in sys.stdin:
 """
 
 
+class Answers:
+    """A server in this process whose n-th answer is ``status`` with ``changes[n]``, ``delays[n]`` seconds late.
+
+    ``answer_in_place``: of all these answers.
+    """
+
+    def __init__(
+        self, rank: int, status: RankStatus | None = None, changes: Mapping[int, dict[str, Any]] = MappingProxyType({})
+    ) -> None:
+        self.count = 0
+        self.changes = changes
+        self.delays: dict[int, float] = {}
+        self.on_answer: Callable[[], object] = lambda: None
+        self.answer_in_place: dict[str, Any] | None = None
+        self._status = status or RankStatus()
+        self.server = StatusServer(rank, self._answer, lambda _rank, _exit_reason: None)
+        self.server.start(None)
+
+    def _answer(self, _message: Any) -> dict[str, Any]:
+        self.count += 1
+        time.sleep(self.delays.get(self.count, 0.0))
+        self.on_answer()
+        if self.answer_in_place is not None:
+            return self.answer_in_place
+        return {**own_status(self._status, []), **self.changes.get(self.count, {})}
+
+
 class Listener:
     """A process with a status server. ``pid``: outside of its namespaces."""
 
@@ -39,21 +71,6 @@ class Listener:
         assert endpoint is not None
         self.process, self.line, self.endpoint = process, line, endpoint
         self.pid = _innermost_child(process.pid)
-
-
-class Observer:
-    """A process that looks at servers, perhaps from other namespaces."""
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-
-    def look(self, listener: Listener) -> tuple[str, str, str]:
-        """The state in /proc, the state by two signs, and the outcome of a request."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(listener.line.strip(), file=self._process.stdin, flush=True)
-        visible, state, outcome = json.loads(self._process.stdout.readline())
-        return visible, state, outcome
 
 
 @contextmanager
@@ -65,10 +82,22 @@ def a_listener(*prefix: str) -> Iterator[Listener]:
 
 
 @contextmanager
-def an_observer(*prefix: str) -> Iterator[Observer]:
-    """An observer, started by the command ``prefix``."""
+def an_observer(*prefix: str) -> Iterator[Callable[[Listener], tuple[str, str, str]]]:
+    """A process that looks at listeners, perhaps from other namespaces, started by the command ``prefix``.
+
+    Yields the look: the state in /proc, the state by two signs, and the outcome of a request.
+    """
     with _python(prefix, _OBSERVER) as process:
-        yield Observer(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests, answers = process.stdin, process.stdout
+
+        def look(listener: Listener) -> tuple[str, str, str]:
+            print(listener.line.strip(), file=requests, flush=True)
+            visible, state, outcome = json.loads(answers.readline())
+            return visible, state, outcome
+
+        yield look
 
 
 @contextmanager

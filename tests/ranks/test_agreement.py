@@ -12,7 +12,6 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradien
 from tests.helpers.outcomes import attempt as _attempt
 from tests.helpers.outcomes import backward as _backward
 from tests.helpers.outcomes import small_net as _net
-from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, once, run_cases
 
 # Ranks in the tests with other versions of torch, and gloo in make test.
@@ -21,9 +20,8 @@ pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("transport")]
 # Faults make uneven work, too; its warning has tests of its own.
 Model = partial(LegacyDistributedDataParallel, checks=Checks(uneven="allow"))
 
-# Calls and their facts; faults that one rank makes are in tests/ranks/test_header_faults.py
 
-
+@on_ranks(4)
 def _uneven_beside_skip(rank: int) -> tuple[tuple[int, ...], str]:
     model = LegacyDistributedDataParallel(_net(), checks=Checks(uneven="raise"))
     for _ in range(1 if rank >= 2 else 2):
@@ -34,7 +32,7 @@ def _uneven_beside_skip(rank: int) -> tuple[tuple[int, ...], str]:
 
 
 def test_a_rank_that_skips_is_not_blamed_for_uneven_work() -> None:
-    for ranks, text in run_ranks(_uneven_beside_skip, 4):
+    for ranks, text in _uneven_beside_skip():
         assert ranks == (2,)
         assert "rank 2 has 1; ranks 0-1 have 2" in text
 
@@ -84,9 +82,6 @@ def test_gradients_written_in_place_at_every_step_are_no_second_division(rank: i
         model.all_reduce(sample_size=2)
         seen.append(float(weight.grad[0, 0]))
     return seen
-
-
-# Layouts; more differences, of calls, are in tests/ranks/test_header_faults.py
 
 
 def _changed(rank: int, guilty: int, change: str) -> nn.Module:
@@ -163,20 +158,14 @@ def test_a_name_in_ignore_on_some_ranks_is_told_as_ignored() -> None:
     assert "\n  buffer 'seen': rank 0 has float32 (1,) on cpu#0; ranks 1-2 have it ignored (ignore=)\n" in broadcast
 
 
-class _Ordered(nn.Module):
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        for name in names:
-            self.register_parameter(name, nn.Parameter(torch.zeros(2)))
-
-
-@on_ranks(2, [[[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]] * 2)
-def test_the_same_names_registered_in_another_order_simply_work(rank: int) -> list[list[float]]:
-    model = Model(_Ordered(["a", "b", "c"] if rank == 0 else ["c", "b", "a"]))
+@on_ranks(2, [[5.0, 6.0, 7.0]] * 2)
+def test_the_same_names_registered_in_another_order_simply_work(rank: int) -> list[float]:
+    names = ["a", "b", "c"] if rank == 0 else ["c", "b", "a"]
+    model = Model(nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names}))
     for number, name in enumerate("abc"):
-        getattr(model.module, name).grad = torch.full((2,), float(number + 10 * rank))
+        model.module[name].weight.grad = torch.full((1, 1), float(number + 10 * rank))
     model.all_reduce()
-    return [getattr(model.module, name).grad.tolist() for name in "abc"]
+    return [model.module[name].weight.grad.item() for name in "abc"]
 
 
 def _other_setting(rank: int, settings: dict[str, list[Any]]) -> str:
@@ -197,30 +186,23 @@ def test_settings_that_must_agree_are_compared() -> None:
         assert name in first
 
 
-# Other people's traffic
-
-
-def _async_collective(rank: int) -> tuple[list[float], list[float]]:
-    model = Model(nn.Linear(2, 1, bias=False))
-    model.module.weight.grad = torch.full((1, 2), float(rank))
-    mine = torch.full((2,), 1000.0)
-    if rank == 0:  # in flight before our call on rank 0, after it on rank 1
-        work = dist.all_reduce(mine, async_op=True)
-        model.all_reduce()
-    else:
-        model.all_reduce()
-        work = dist.all_reduce(mine, async_op=True)
-    assert work is not None
-    work.wait()
-    return model.module.weight.grad.flatten().tolist(), mine.tolist()
-
-
 @pytest.mark.cpu("gradients on a device travel on the group of the script")
-def test_a_collective_of_the_user_in_flight_does_not_mix_with_gradients() -> None:
-    assert run_ranks(_async_collective, 2) == [([0.5, 0.5], [2000.0, 2000.0])] * 2
+@on_ranks(2, [[0.5, 2000.0]] * 2)
+def test_a_collective_of_the_user_in_flight_does_not_mix_with_gradients(rank: int) -> list[float]:
+    model = Model(nn.Linear(1, 1, bias=False))
+    model.module.weight.grad = torch.full((1, 1), float(rank))
+    mine = torch.full((2,), 1000.0)
+    if rank == 1:
+        model.all_reduce()
+    work = dist.all_reduce(mine, async_op=True)
+    if rank == 0:  # in flight before our call on rank 0, after it on rank 1
+        model.all_reduce()
+    work.wait()
+    return [model.module.weight.grad.item(), mine.mean().item()]
 
 
-def _extra_groups(rank: int) -> list[float]:
+@on_ranks(3, [3.0] * 3)
+def test_ranks_with_different_numbers_of_groups_meet(rank: int) -> float:
     dist.new_group([0, 1])  # rank 2 owns one group less
     pair = dist.new_group([0, 2])
     if rank != 1:
@@ -232,8 +214,4 @@ def _extra_groups(rank: int) -> list[float]:
     model.module.weight.grad = torch.full((1, 1), 3.0 * rank)
     model.all_reduce()
     dist.new_group([1, 2])  # the user's next group is still in step
-    return model.module.weight.grad.flatten().tolist()
-
-
-def test_ranks_with_different_numbers_of_groups_meet() -> None:
-    assert run_ranks(_extra_groups, 3) == [[3.0]] * 3
+    return model.module.weight.grad.item()

@@ -18,7 +18,7 @@ from tests.helpers.hosts import on_host
 from tests.helpers.processes import leave_open_files
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
-from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
+from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, transport_line, wrap
 
 Said = tuple[str, str] | None
 
@@ -27,23 +27,18 @@ def _no_memfd(*_: Any) -> int:
     raise OSError(errno.ENOSYS, "Function not implemented")
 
 
-def _chosen(rank: int, fault: str, transport: str) -> tuple[str, str, float | None]:
-    """The transport, what ``print(model)`` says of it, and the mean."""
-    model = _wrap_with(rank, fault, transport)
-    mean = step(model, 1.0 + rank)
-    model.module.weight.grad = torch.ones(1, 2000)
-    record = model.all_reduce()
-    (line,) = [text for text in repr(model).splitlines() if "transport:" in text]
-    return record.transport, line.strip(), mean
-
-
-def _wrap_with(rank: int, fault: str, transport: str) -> LegacyDistributedDataParallel:
-    if rank == 1 and fault == "file size":  # Python ignores SIGXFSZ
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    model = LegacyDistributedDataParallel(nn.Linear(2000, 1, bias=False), transport=transport)
-    if rank == 1 and fault == "open files":
-        leave_open_files(2)  # for its own segment, and for one of two others
-    return model
+def _tried(rank: int, fault: str, transport: str) -> tuple[str, str, float | None]:
+    """The transport, what ``print(model)`` says of it, and the mean; or the error."""
+    try:
+        if rank == 1 and fault == "file size":  # Python ignores SIGXFSZ
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        model = LegacyDistributedDataParallel(nn.Linear(2000, 1, bias=False), transport=transport)
+        if rank == 1 and fault == "open files":
+            leave_open_files(2)  # for its own segment, and for one of two others
+        mean = step(model, 1.0 + rank)
+    except TransportError as error:
+        return type(error).__name__, str(error), None
+    return model.all_reduce().transport, transport_line(model), mean
 
 
 LIMIT = "rank 1: no shared memory (the limit of open files of this process is reached; raise it with ulimit -n)"
@@ -55,32 +50,17 @@ REASONS = {
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
 @pytest.mark.parametrize("fault", REASONS)
-def test_where_a_rank_cannot_share_memory_all_use_gloo_and_say_why(transport: str, fault: str) -> None:
-    results = run_ranks(_chosen, 3, fault, "auto", fresh=True)
-
-    assert results == [results[0]] * 3
-    carrier, line, mean = results[0]
-    assert (carrier, mean) == ("gloo", 2.0)
-    assert line.startswith(f"transport: gloo ({REASONS[fault]}")
-
-
-def _refused(rank: int, fault: str) -> tuple[Said, Said]:
-    try:
-        model = _wrap_with(rank, fault, "host")
-    except TransportError as error:
-        return (type(error).__name__, str(error)), None
-    return None, error_of(step, model, 1.0)
-
-
-@pytest.mark.parametrize("transport", ["host"], indirect=True)
-@pytest.mark.parametrize("fault", REASONS)
-def test_a_transport_that_was_asked_for_and_is_not_possible_is_the_same_error_on_all(
+def test_where_a_rank_cannot_share_memory_all_use_gloo_or_refuse_what_was_asked_for_and_say_why(
     transport: str, fault: str
 ) -> None:
-    results = run_ranks(_refused, 3, fault, fresh=True)
+    chosen, refused = (run_ranks(_tried, 3, fault, asked, fresh=True) for asked in ("auto", "host"))
 
-    assert results == [results[0]] * 3
-    kind, text = next(filter(None, results[0]))
+    assert chosen == chosen[:1] * 3
+    carrier, line, mean = chosen[0]
+    assert (carrier, mean) == ("gloo", 2.0)
+    assert line.startswith(f"transport: gloo ({REASONS[fault]}")
+    assert refused == refused[:1] * 3
+    kind, text, _ = refused[0]
     assert kind == "TransportError"
     assert f'transport="host" is not possible: {REASONS[fault]}' in text
     assert 'pass transport="auto"' in text
@@ -104,7 +84,7 @@ def _fails_later(rank: int, transport: str, fault: str, options: dict[str, Any])
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     del kept
     said["later"] = [_outcome(model, 257.0 + rank, count) for model in models]
-    said["lines"] = [text.strip() for text in repr(models[0]).splitlines() if "transport:" in text]
+    said["line"] = transport_line(models[0])
     said["warnings"] = logged_warnings.take()
     return said
 
@@ -137,7 +117,7 @@ def test_shared_memory_that_fails_later_is_gloo_on_all_ranks_with_one_warning(
     expected = ("gloo", 512.0 if "reduce_dtype" in options else 515.0)
     for said in results:
         assert said["calls"] == said["later"] == [expected] * 2
-        assert said["lines"] == [f"transport: gloo ({LIMIT})"]
+        assert said["line"] == f"transport: gloo ({LIMIT})"
         (text,) = said["warnings"]  # every rank logs it, rank 0 shows it
         head = "all_reduce() call 2 of wrapper 1 (Linear): shared memory is not possible any more (warned once)"
         assert text.startswith(f"{head}:\n{LIMIT}\n")
@@ -159,6 +139,7 @@ def test_shared_memory_that_was_asked_for_and_fails_later_is_one_text_for_one_ca
 
 
 def _asked(rank: int) -> list[str]:
+    differs = error_of(wrap, transport=("gloo", "auto")[rank])
     os.environ["LEGACY_DDP_TRANSPORT"] = "gloo"
     chosen = [_transport_of(transport="host")]
     os.environ["LEGACY_DDP_TRANSPORT"] = ""
@@ -166,7 +147,12 @@ def _asked(rank: int) -> list[str]:
     os.environ["LEGACY_DDP_TRANSPORT"] = "shm"
     said = error_of(wrap)
     del os.environ["LEGACY_DDP_TRANSPORT"]
-    return [*chosen, str(said)]
+    model = wrap(transport="host")
+    step(model, 1.0)
+    model.process_group = dist.new_group([0, 1])
+    with on_host("another one") if rank == 1 else nullcontext():
+        moved = error_of(step, model, 1.0)
+    return [*chosen, *map(str, (differs, said, moved))]
 
 
 def _transport_of(**options: Any) -> str:
@@ -176,36 +162,16 @@ def _transport_of(**options: Any) -> str:
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_the_environment_variable_wins_and_some_settings_need_gloo(transport: str) -> None:
-    for *chosen, said in run_ranks(_asked, 2):
+def test_what_is_asked_for_is_compared_checked_and_kept_on_a_later_group_and_the_environment_variable_wins(
+    transport: str,
+) -> None:
+    for *chosen, differs, said, moved in run_ranks(_asked, 2):
         assert chosen == ["gloo", "host", "host", "host"]
+        assert differs.startswith("('LayoutError', ")
+        assert "setting 'transport'" in differs
         assert "environment variable LEGACY_DDP_TRANSPORT: got 'shm', expected one of" in said
-
-
-def _differently(rank: int) -> Said:
-    return error_of(wrap, transport=("gloo", "auto")[rank])
-
-
-@pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_ranks_that_ask_for_different_transports_are_told(transport: str) -> None:
-    for said in run_ranks(_differently, 2):
-        assert said is not None
-        assert said[0] == "LayoutError"
-        assert "setting 'transport'" in said[1]
-
-
-@pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize("transport", ["host"], indirect=True)
-@on_ranks(2, [[1.5, 2.5] * 4] * 2)
-def test_a_model_may_change_its_group(rank: int) -> list[float | None]:
-    """And come back: each group knows other segments."""
-    model = wrap()
-    other = dist.new_group([0, 1])
-    means = []
-    for group in (None, other, None, other):
-        model.process_group = dist.group.WORLD if group is None else group
-        means += [step(model, 1.0 + rank), step(model, 2.0 + rank)]
-    return means
+        assert moved.startswith("('TransportError', ")
+        assert "they run on different hosts" in moved
 
 
 @pytest.mark.usefixtures("transport")
@@ -241,22 +207,6 @@ def test_a_failure_on_another_group_does_not_follow_the_model(rank: int) -> list
             kept.append(model.module.weight.grad)  # so that every call needs other memory
         os.memfd_create = memfd_create
     return seen
-
-
-def _moves_to_several_hosts(rank: int) -> Said:
-    model = wrap(transport="host")
-    step(model, 1.0)
-    model.process_group = dist.new_group([0, 1])
-    with on_host("another one") if rank == 1 else nullcontext():
-        return error_of(step, model, 1.0)
-
-
-@pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_a_transport_that_was_asked_for_is_not_given_up_on_a_later_group(transport: str) -> None:
-    for said in run_ranks(_moves_to_several_hosts, 2):
-        assert said is not None
-        assert said[0] == "TransportError"
-        assert "they run on different hosts" in said[1]
 
 
 def _transport_of_a_call(_: int) -> str:

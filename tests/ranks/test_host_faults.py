@@ -9,34 +9,38 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
+from legacy_ddp import LegacyDistributedDataParallel as Wrapper
+from legacy_ddp import LostPeerError
+from tests.helpers.hosts import on_host
 from tests.helpers.rank_faults import do_when, error_after_interrupt
 from tests.helpers.ranks import run_ranks, slowness
 from tests.helpers.small_sizes import sum_chunks_of
 from tests.helpers.tiers import thorough
 
-NUMEL = 20 * 64
 CHUNK = 64
+NUMEL = 20 * CHUNK
+
+
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
 
-def _model(
-    *, checks: str = "info", timeout_seconds: float = 30.0, reproducible: bool = False
-) -> LegacyDistributedDataParallel:
+def _model(rank: int, hosts: str = "aaaa", *, reproducible: bool = False, **options: Any) -> Wrapper:
+    """``hosts``: a letter per rank for the host that it claims to run on."""
     sum_chunks_of(CHUNK)
     net = nn.Linear(NUMEL, 1, bias=False)
-    return LegacyDistributedDataParallel(
-        net, transport="host", checks=checks, timeout_seconds=timeout_seconds, reproducible=reproducible
-    )
+    options = {"timeout_seconds": 30.0, "buffer_size": 3 * CHUNK if "b" in hosts else 2**28, **options}
+    with on_host(hosts[rank]):
+        return Wrapper(net, transport="host", reproducible=reproducible, **options)
 
 
-def _step(model: LegacyDistributedDataParallel, value: float) -> float:
+def _step(model: Wrapper, value: float) -> float:
     """With ``reproducible=True`` the value comes in two micro-batches, and their sum lies in memory of its own."""
     weight = model.module.weight
     if model._settings.reproducible:
@@ -50,75 +54,120 @@ def _step(model: LegacyDistributedDataParallel, value: float) -> float:
     return float(weight.grad.unique())
 
 
-def _memory_is_left(model: LegacyDistributedDataParallel) -> bool:
-    """Whether no flat tensor and no sum of the failed call will be used again."""
-    leaves, (buffer,) = model._synchronizer.leaves, model._synchronizer.planner._known.buffers
-    return buffer._views is None and (leaves is None or leaves.sums._sums == [])
+def _is_dropped(model: Wrapper) -> bool:
+    """Whether the gradient is None, and no flat tensor and no sum of the failed call will be used again."""
+    leaves, buffers = model._synchronizer.leaves, model._synchronizer.planner._known.buffers
+    is_left = all(buffer._views is None for buffer in buffers) and (leaves is None or leaves.sums._sums == [])
+    return is_left and model.module.weight.grad is None
 
 
-def _killed_at_chunk(
-    rank: int, victim: int, chunk: int, reproducible: bool
-) -> tuple[str, tuple[int, ...], str | None, bool, float] | None:
-    model = _model(reproducible=reproducible)
-    _step(model, 1.0)
+def _step_twice(model: Wrapper, value: float) -> None:
+    """A host that lost no rank may end the first call with success."""
+    _step(model, value)
+    _step(model, value)
+
+
+Seen = tuple[str, tuple[int, ...], str | None, bool, float]
+
+
+def _lost(
+    rank: int, hosts: str, victim: int, function: str, count: int, reproducible: bool, number: int, checks: str = "info"
+) -> Seen | None:
+    """Rank ``victim`` gets a signal as it enters ``function`` for the ``count``-th time in a call."""
+    seconds = 3.0 if number == signal.SIGSTOP else 30.0
+    model = _model(rank, hosts, checks=checks, timeout_seconds=seconds, reproducible=reproducible)
+    for value in (1.0, 2.0, 3.0):
+        _step(model, value)
     if rank == victim:
-        sys.setprofile(do_when("divide", partial(os.kill, os.getpid(), signal.SIGKILL), nth=chunk + 1))
+        sys.setprofile(do_when(function, partial(os.kill, os.getpid(), number), nth=count + 1))
     start = time.monotonic()
     with pytest.raises(LostPeerError) as caught:
-        _step(model, 1.0 + rank)
-    seconds = time.monotonic() - start
-    return (
-        type(caught.value).__name__,
-        caught.value.ranks,
-        caught.value.phase,
-        model.module.weight.grad is None and _memory_is_left(model),
-        seconds,
-    )
+        _step_twice(model, 1.0 + rank)
+    error = caught.value
+    return type(error).__name__, error.ranks, error.phase, _is_dropped(model), time.monotonic() - start
+
+
+ONE_HOST, TWO_HOSTS, CONSECUTIVE = "aaa", "abab", "aabb"  # in "abab" no number is the index on a host
 
 
 @pytest.mark.parametrize(
-    "victim, chunk, reproducible",
-    [(0, 0, False), thorough(0, 3, True), thorough(1, 0, False), (1, 5, False), (2, 0, True), thorough(2, 5, False)],
-)
-def test_a_rank_killed_at_any_chunk_is_named_and_all_gradients_dropped(
-    transport: str, victim: int, chunk: int, reproducible: bool
-) -> None:
-    """The hub, and two other ranks."""
-    seen = run_ranks(_killed_at_chunk, 3, victim, chunk, reproducible, lost=(victim,))
-    for kind, ranks, phase, is_dropped, seconds in filter(None, seen):
-        assert (kind, ranks, phase, is_dropped) == ("PeerLostError", (victim,), "payload", True)
-        assert seconds < 10.0 * slowness()
-
-
-def _interrupted(rank: int, function: str, reproducible: bool = False) -> tuple[str, bool]:
-    model = _model(reproducible=reproducible)
-    _step(model, 1.0)
-    name = error_after_interrupt(lambda: _step(model, 1.0 + rank), function, here=rank == 1)
-    return name, model.module.weight.grad is None and _memory_is_left(model)
-
-
-@pytest.mark.parametrize(
-    "function, reproducible",
+    "hosts, victim, function, count, reproducible, checks",
     [
-        ("settle", False),
-        thorough("_kept_works", False),
-        ("divide", False),
-        thorough("barrier", False),
-        thorough("settle", True),
-        thorough("_kept_works", True),
-        ("add_in_tree_order", True),
+        (ONE_HOST, 0, "divide", 0, False, "info"),
+        (ONE_HOST, 1, "divide", 5, False, "info"),
+        (ONE_HOST, 2, "divide", 0, True, "info"),
+        (TWO_HOSTS, 1, "total_of", 4, False, "info"),
+        thorough(TWO_HOSTS, 2, "_start", 1, False, "info"),
+        (TWO_HOSTS, 1, "give_out", 5, False, "info"),
+        thorough(TWO_HOSTS, 3, "barrier", 0, False, "info"),
+        (CONSECUTIVE, 0, "reduce_own_shard", 1, True, "info"),
+        thorough(CONSECUTIVE, 2, "broadcast_result", 2, True, "info"),
+        # No watchdog tells the lost rank: gloo shows the end of a connection, and ranks leave one after the other.
+        (TWO_HOSTS, 3, "total_of", 1, False, "off"),
+    ],
+)
+def test_a_rank_killed_anywhere_in_the_payload_is_named_on_every_host_and_all_gradients_dropped(
+    transport: str, hosts: str, victim: int, function: str, count: int, reproducible: bool, checks: str
+) -> None:
+    arguments = (hosts, victim, function, count, reproducible, signal.SIGKILL, checks)
+    seen = run_ranks(_lost, len(hosts), *arguments, lost=(victim,))
+
+    for rank, found in enumerate(seen):
+        if found is not None:
+            kind, ranks, phase, is_dropped, seconds = found
+            assert (kind, ranks, is_dropped) == ("PeerLostError", (victim,) if checks == "info" else (), True)
+            has_no_sum = hosts[rank] == hosts[victim] or function == "total_of"
+            assert phase == "payload" if has_no_sum else phase in ("payload", "agree")
+            assert seconds < 10.0 * slowness()
+
+
+def test_a_rank_stopped_in_the_payload_is_named_on_both_hosts_after_the_timeout(transport: str) -> None:
+    seen = run_ranks(_lost, 4, TWO_HOSTS, 3, "total_of", 2, False, signal.SIGSTOP, lost=(3,))
+
+    assert {found[:4] for found in seen if found} == {("SyncTimeoutError", (3,), "payload", True)}
+
+
+def _interrupted(rank: int, hosts: str, function: str, reproducible: bool) -> tuple[str, bool]:
+    """The rank in the middle is interrupted."""
+    model = _model(rank, hosts, reproducible=reproducible)
+    _step(model, 1.0)
+    name = error_after_interrupt(lambda: _step(model, 1.0 + rank), function, here=rank == len(hosts) // 2)
+    return name, _is_dropped(model)
+
+
+@pytest.mark.parametrize(
+    "hosts, function, reproducible",
+    [
+        ("aa", "settle", False),
+        *(thorough("aa", name, False) for name in ("_kept_works", "barrier")),
+        ("aa", "divide", False),
+        ("aa", "add_in_tree_order", True),
+        thorough("aa", "_kept_works", True),
+        ("abab", "settle", False),
+        *(thorough("abab", name, False) for name in ("_kept_works", "_start", "divide")),
+        ("abab", "_poll", False),
+        ("aabb", "add_on_host", True),
+        *(thorough("aabb", name, True) for name in ("reduce_own_shard", "give_out")),
     ],
 )
 def test_an_interrupt_anywhere_after_the_header_drops_every_gradient_on_all(
-    transport: str, function: str, reproducible: bool
+    transport: str, hosts: str, function: str, reproducible: bool
 ) -> None:
-    found = run_ranks(_interrupted, 2, function, reproducible, fresh=True)
-    assert found == [("PeerLostError", True), ("KeyboardInterrupt", True)]
+    """In ``_poll``, ``divide`` and ``give_out`` another host may have its result already."""
+    seen = run_ranks(_interrupted, len(hosts), hosts, function, reproducible, fresh=True)
+
+    interrupted = len(hosts) // 2
+    assert seen[interrupted] == ("KeyboardInterrupt", True)
+    for rank in set(range(len(hosts))) - {interrupted}:
+        may_have_its_result = function in ("_poll", "divide", "give_out") and hosts[rank] != hosts[interrupted]
+        assert seen[rank] == ("PeerLostError", True) or (may_have_its_result and seen[rank] == ("", False))
 
 
 def test_an_interrupt_before_the_gradients_are_given_out_leaves_none_half_reduced(transport: str) -> None:
     """The other rank has passed the last barrier, and has its result."""
-    assert run_ranks(_interrupted, 2, "alias", fresh=True) == [("", False), ("KeyboardInterrupt", True)]
+    found = run_ranks(_interrupted, 2, "aa", "alias", False, fresh=True)
+
+    assert found == [("", False), ("KeyboardInterrupt", True)]
 
 
 CONTINUE = """
@@ -133,7 +182,7 @@ os.kill(stopped, signal.SIGCONT)
 def _stopped(rank: int, folder: Path, reproducible: bool) -> tuple[str, list[float]]:
     """Rank 1 is stopped in the payload beyond the timeout. The others go on in a new group; then it continues."""
     others = dist.new_group([0, 2])
-    model = _model(timeout_seconds=1.0, reproducible=reproducible)
+    model = _model(rank, timeout_seconds=1.0, reproducible=reproducible)
     _step(model, 1.0)
     sign = folder / "sign"
     if rank == 1:
@@ -171,7 +220,7 @@ def test_a_rank_stopped_in_the_payload_writes_later_only_to_memory_that_nobody_u
 
 def _forked(rank: int) -> tuple[list[float], list[float], list[float]]:
     """What children write to a gradient, to an older one that the user kept, and what the parent sees of it."""
-    model = _model()
+    model = _model(rank)
     weight = model.module.weight
     _step(model, 1.0 + rank)
     kept = weight.grad
@@ -201,7 +250,7 @@ def test_what_a_forked_child_writes_stays_in_the_child(transport: str) -> None:
 
 def _left_by_a_parent_with_a_child(rank: int) -> tuple[str, float] | None:
     """A child of the dead rank lives on, with copies of its sockets unless it closes them."""
-    model = _model(checks="off")  # no watchdog looks at processes
+    model = _model(rank, checks="off")  # no watchdog looks at processes
     _step(model, 1.0)
     if rank == 1:
         if os.fork() == 0:
@@ -220,20 +269,17 @@ def test_the_death_of_a_rank_is_seen_at_once_though_its_child_lives(transport: s
     assert seconds < 10.0 * slowness()
 
 
-def _late_without_checks(rank: int, late: int) -> tuple[str, str] | None:
-    model = _model(checks="off", timeout_seconds=1.5)
+def _late_without_checks(rank: int) -> tuple[str, str]:
+    """The time of rank 1 ends first. The hub comes after all time is over."""
+    model = _model(rank, checks="off", timeout_seconds=1.5)
     _step(model, 1.0)
-    first = 1 if late == 0 else 0
-    if rank != first:  # whose time ends before that of the third rank
-        time.sleep(3.0 if rank == late else 0.7)
+    time.sleep((3.0, 0.0, 0.7)[rank])
     with pytest.raises(LostPeerError) as caught:
         _step(model, 1.0)
     return type(caught.value).__name__, str(caught.value)
 
 
-@pytest.mark.parametrize("late", [0, thorough(1), thorough(2)])
-def test_without_checks_a_timeout_is_not_the_loss_of_the_hub(transport: str, late: int) -> None:
-    seen = run_ranks(_late_without_checks, 3, late)
-    for kind, text in [told for rank, told in enumerate(seen) if rank != late]:
+def test_without_checks_a_timeout_is_not_the_loss_of_the_hub(transport: str) -> None:
+    for kind, text in run_ranks(_late_without_checks, 3)[1:]:
         assert kind == "SyncTimeoutError"
         assert "no answer within 1.5 s" in text

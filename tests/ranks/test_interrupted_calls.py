@@ -5,7 +5,7 @@ timeout.
 """
 
 import gc
-from itertools import count
+import itertools
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from legacy_ddp._replicas.rotation import RotatingDigests
 from legacy_ddp._watchdog import Watchdog
 from tests.helpers.interrupts import Injection
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiers import thorough
+from tests.helpers.tiers import count, thorough
 
 _FUNCTIONS = (
     *(Call.__enter__, Call.__exit__, Call._take_over, Call._end_call),
@@ -69,7 +69,7 @@ def _outcomes(training: _Training, first: list[str]) -> list[str]:
 def _play(rank: int, calls: int, stride: int) -> list[tuple[str, list[list[str]]]]:
     """For each place of an exception on rank 1: the results of both ranks."""
     played = []
-    for number in count(0, stride):
+    for number in itertools.count(0, stride):
         training, place, first = _Training(rank, calls), "", []
         if rank == 1:
             with Injection(_FUNCTIONS, number) as injection:
@@ -91,7 +91,7 @@ def _play(rank: int, calls: int, stride: int) -> list[tuple[str, list[list[str]]
 @pytest.mark.slow
 @pytest.mark.cpu("the call is the same on a device")
 @pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize("calls, stride", [(2, 89), thorough(0, 61), thorough(2, 1), thorough(0, 7)])
+@pytest.mark.parametrize("calls, stride", [(2, 89), thorough(2, count(1, 7)), thorough(0, count(7, 61))])
 def test_an_exception_anywhere_in_a_call_leaves_right_gradients_or_a_group_that_both_ranks_know_to_be_lost(
     calls: int, stride: int
 ) -> None:

@@ -47,17 +47,15 @@ def test_ranks_meet_inside_the_group_that_was_given(how: str, error: str, text: 
         assert text in outside[1]
 
 
-@on_ranks(2, [[0.5, float(rank), 0.5, 0.5] for rank in range(2)])
+@on_ranks(2, [[0.5, 1.5, float(rank), rank + 1.0, *[0.5, 1.5] * 3] for rank in range(2)])
 def test_the_process_group_can_be_reassigned_between_steps(rank: int) -> list[float | None]:
-    singles = [dist.new_group([only]) for only in range(2)]
-    model = wrap()
-    seen = [step(model, rank)]
-    model.process_group = singles[rank]
-    seen.append(step(model, rank))
-    model.process_group = init_device_mesh("cpu", (2,))
-    seen.append(step(model, rank))
-    model.process_group = None
-    return [*seen, step(model, rank)]
+    """And come back: each group knows other segments."""
+    model, seen = wrap(), []
+    single, mesh = [dist.new_group([only]) for only in range(2)][rank], init_device_mesh("cpu", (2,))
+    for group in (None, single, mesh, None, mesh):
+        model.process_group = group
+        seen += [step(model, rank), step(model, rank + 1.0)]
+    return seen
 
 
 def _outlive_groups(rank: int, directory: Path) -> list[Any]:
@@ -112,16 +110,13 @@ def test_a_visit_to_another_group_on_one_rank_keeps_the_wrapper_id(rank: int) ->
     return seen, model.all_reduce(skip=True).call
 
 
-def _under_another_default_device(rank: int) -> tuple[float | None, list[int]]:
+@on_ranks(2, [0.5, 0.5])
+def test_the_default_device_is_the_user_s_and_not_the_header_s(rank: int) -> float | None:
     model = wrap()
     with torch.device("meta"):
         mean = step(model, rank)
-        record = model.all_reduce(skip=rank == 0)
-    return mean, [row.micro_batches for row in record.rows]
-
-
-def test_the_default_device_is_the_user_s_and_not_the_header_s() -> None:
-    assert [mean for mean, _ in run_ranks(_under_another_default_device, 2)] == [0.5, 0.5]
+        model.all_reduce(skip=rank == 0)
+    return mean
 
 
 @on_ranks(2, [0.5, 0.5])

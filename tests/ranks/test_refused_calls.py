@@ -14,12 +14,12 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from legacy_ddp import PeerError, TransportError
+from legacy_ddp import PeerError
 from tests.helpers import tiers
 from tests.helpers.host_sockets import refused
 from tests.helpers.hosts import arriving_in_order
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
+from tests.helpers.small_models import add_gradients, gradient_values, step, transport_line, wrap
 
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
@@ -45,8 +45,9 @@ ERRORS = ("EPERM", "EACCES", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ENOSYS", 
 PLACES = [(call, place) for call, (places, _) in METHODS.items() for place in places]
 PLACES += [each for each in product(FUNCTIONS, (HUB, LEAF)) if each != ("mkdir", LEAF)]
 ALL_ROWS = [(call, place, name) for (call, place), name in product(PLACES, ERRORS)]
-# EPERM everywhere, and each of the others here and there.
-ROWS = [row for index, row in enumerate(ALL_ROWS) if row[2] == "EPERM" or index % (len(ERRORS) + 1) == 1]
+# EPERM everywhere, the limit of open files everywhere on the hub, and each of the others here and there.
+EVERYWHERE = [(place, "EPERM") for place in (HUB, LEAF)] + [(HUB, "EMFILE")]
+ROWS = [row for index, row in enumerate(ALL_ROWS) if row[1:] in EVERYWHERE or index % (len(ERRORS) + 1) == 1]
 ROWS = list(tiers.choose(ALL_ROWS, ROWS))
 # On the hub, after the other rank has connected.
 LATER = ("accept", "getsockopt", "recv")
@@ -86,49 +87,19 @@ def _chosen(rank: int, rows: list[tuple[str, int, str]]) -> list[tuple[str, str,
             model.zero_grad()
             add_gradients(model, 1.0 + rank)
             record = model.all_reduce()
-        (line,) = [text.strip() for text in repr(model).splitlines() if "transport:" in text]
-        seen.append((record.transport, line, gradient_values(model)["weight"]))
+        seen.append((record.transport, transport_line(model), gradient_values(model)["weight"]))
         assert step(model, 2.0 + rank) == 2.5
         dist.destroy_process_group(group)
     return seen
 
 
 def test_a_refused_call_in_the_meeting_of_the_ranks_is_gloo_on_all_with_this_reason(transport: str) -> None:
-    """EPERM of sendmsg ended the group, and EPERM of recvmsg read "limit of open files"."""
+    """EPERM of sendmsg ended the group, and EPERM of recvmsg read "limit of open files". The limit of open files is one
+    text, whichever call meets it."""
     first, second = run_ranks(_chosen, 2, ROWS, store="rank0", timeout_seconds=300.0)
 
     assert first == second
     assert first == [("gloo", f"transport: gloo ({_reason(*row)})", 1.5) for row in ROWS]
-
-
-def _said(rank: int, rows: list[tuple[str, int, str]]) -> list[tuple[str, str] | None]:
-    """Per row the error with ``transport="host"``, at the construction or in the first call."""
-    seen = []
-    for call, place, name in rows:
-        group = dist.new_group([0, 1])
-        with arriving_in_order(), _refused(call, getattr(errno, name)) if rank == place else nullcontext():
-            try:
-                model = wrap(process_group=group, checks="off", transport="host")
-            except TransportError as error:
-                seen.append((type(error).__name__, str(error)))
-            else:
-                seen.append(error_of(step, model, 1.0))
-        dist.destroy_process_group(group)
-    return seen
-
-
-def test_the_limit_of_open_files_is_one_text_whichever_call_meets_it(transport: str) -> None:
-    rows = [row for row in ALL_ROWS if row[2] == "EMFILE" and row[1] == HUB]
-    first, second = run_ranks(_said, 2, rows, store="rank0")
-
-    assert first == second
-    for row, said in zip(rows, first, strict=True):
-        assert said is not None
-        name, text = said
-        assert name == "TransportError"
-        assert text.partition("transport")[2] == (
-            f'="host" is not possible: {_reason(*row)}; mend the cause, or pass transport="auto"'
-        )
 
 
 def _failed_later(rank: int) -> list[tuple[str, tuple[int, ...], float | None]]:

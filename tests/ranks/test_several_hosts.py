@@ -21,10 +21,12 @@ from tests.helpers import logged_warnings
 from tests.helpers.comm_hooks import mean
 from tests.helpers.host_sockets import refused
 from tests.helpers.hosts import on_host
+from tests.helpers.listening import hearing
 from tests.helpers.processes import leave_open_files
 from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import error_of, step
+from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.small_models import error_of, step, transport_line
 from tests.helpers.tiers import thorough
 
 Said = tuple[str, str] | None
@@ -37,123 +39,112 @@ def _model(rank: int, hosts: str, **arguments: Any) -> LegacyDistributedDataPara
         return LegacyDistributedDataParallel(nn.Linear(NUMEL, 1, bias=False), **arguments)
 
 
-def _line(model: LegacyDistributedDataParallel) -> str:
-    (line,) = [text for text in repr(model).splitlines() if "transport:" in text]
-    return line.strip()
-
-
-class _Kept(logging.Handler):
-    """Keeps the lines about a transport."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines += [record.getMessage()] if "transport" in record.msg else []
-
-
 def _chosen(rank: int, hosts: str, reproducible: bool = False) -> tuple[str, float, str, str, list[str]]:
     """The transport, the mean, what ``print(model)`` says before and after the first call, and the log."""
-    kept, logger = _Kept(), logging.getLogger("legacy_ddp")
-    level = logger.level
-    logger.addHandler(kept)
-    logger.setLevel(logging.INFO)
-    try:
+    with hearing(logging.INFO) as heard:
         model = _model(rank, hosts, reproducible=reproducible)
-        before = _line(model)
-        values = []
+        before = transport_line(model)
+        values = set()
         for _ in range(2):
             model.module.weight.grad = torch.full((1, NUMEL), 1.0 + rank)
             record = model.all_reduce(sample_size=1)
-            values.append(float(model.module.weight.grad.unique()))
-    finally:
-        logger.removeHandler(kept)
-        logger.setLevel(level)
-    (value,) = set(values)
-    return record.transport, value, before, _line(model), kept.lines
+            values |= {*model.module.weight.grad.flatten().tolist()}
+    (value,) = values
+    return (
+        record.transport,
+        value,
+        before,
+        transport_line(model),
+        [line for line in heard if line.startswith("transport: ")],
+    )
 
 
-FROM_FIRST_CALL = "transport: host (from the first call on)"
-
-
-@pytest.mark.parametrize("hosts, text", [thorough("aabb", "2 hosts of 2 ranks"), ("abcabc", "3 hosts of 2 ranks")])
-def test_hosts_of_equal_numbers_of_ranks_share_memory_and_say_so(transport: str, hosts: str, text: str) -> None:
-    line = f"transport: host ({text}, gloo between them)"
-    mean = (1 + len(hosts)) / 2
-
-    assert run_ranks(_chosen, len(hosts), hosts) == [("host", mean, FROM_FIRST_CALL, line, [line])] * len(hosts)
+APART = "they run on different hosts, with"
 
 
 @pytest.mark.parametrize(
-    "hosts, reason",
+    "hosts, reproducible, carrier, said",
     [
-        ("aab", "ranks 0 and 2: they run on different hosts, with unequal numbers of ranks, 1 to 2"),
-        ("ab", "ranks 0 and 1: they run on different hosts, with one rank each"),
+        thorough("aabb", False, "host", "2 hosts of 2 ranks, gloo between them"),
+        ("abcabc", False, "host", "3 hosts of 2 ranks, gloo between them"),
+        ("aab", False, "gloo", f"ranks 0 and 2: {APART} unequal numbers of ranks, 1 to 2"),
+        ("ab", False, "gloo", f"ranks 0 and 1: {APART} one rank each"),
+        ("abab", True, "gloo", "reproducible=True: ranks 0 and 2 of a host are not consecutive"),
+        # Rank 0 has a neighbour, and still knows of the other hosts.
+        thorough("aabcbc", True, "gloo", "reproducible=True: ranks 2 and 4 of a host are not consecutive"),
+        ("aaabbb", True, "gloo", "reproducible=True: 3 ranks on each host, which is no power of two"),
     ],
 )
-def test_other_hosts_use_gloo_alone_and_say_why(transport: str, hosts: str, reason: str) -> None:
-    line = f"transport: gloo ({reason})"
-    mean = (1 + len(hosts)) / 2
-
-    assert run_ranks(_chosen, len(hosts), hosts) == [("gloo", mean, line, line, [line])] * len(hosts)
-
-
-@pytest.mark.parametrize(
-    "hosts, reason",
-    [
-        ("abab", "ranks 0 and 2 of a host are not consecutive"),
-        thorough("aabcbc", "ranks 2 and 4 of a host are not consecutive"),
-        ("aaabbb", "3 ranks on each host, which is no power of two"),
-    ],
-)
-def test_hosts_that_are_no_nodes_of_the_tree_use_gloo_for_reproducible_sums_and_say_why(
-    transport: str, hosts: str, reason: str
+def test_equal_hosts_share_memory_and_others_use_gloo_alone_and_all_say_why(
+    transport: str, hosts: str, reproducible: bool, carrier: str, said: str
 ) -> None:
-    """Of ``aabcbc`` rank 0 has a neighbour, and still knows of the other hosts."""
-    line = f"transport: gloo (reproducible=True: {reason})"
-    mean = (1 + len(hosts)) / 2
+    line = f"transport: {carrier} ({said})"
+    before = "transport: host (from the first call on)" if carrier == "host" else line
+    expected = (carrier, (1 + len(hosts)) / 2, before, line, [line])
 
-    assert run_ranks(_chosen, len(hosts), hosts, True) == [("gloo", mean, line, line, [line])] * len(hosts)
-
-
-def _asked(rank: int, hosts: str) -> tuple[str, Said]:
-    said = error_of(_model, rank, hosts, transport="host")
-    return "" if said else "made", said
+    assert run_ranks(_chosen, len(hosts), hosts, reproducible) == [expected] * len(hosts)
 
 
-def test_the_host_transport_may_be_asked_for_on_equal_hosts_alone(transport: str) -> None:
-    assert run_ranks(_asked, 4, "abab") == [("made", None)] * 4
-    for _, said in run_ranks(_asked, 3, "abb"):
+def _refused(rank: int) -> Said:
+    return error_of(_model, rank, "abb", transport="host")
+
+
+def test_the_host_transport_may_not_be_asked_for_on_unequal_hosts(transport: str) -> None:
+    for said in run_ranks(_refused, 3):
         assert said is not None
         assert said[0] == "TransportError"
         assert 'transport="host" is not possible: ranks 0 and 1: they run on different hosts' in said[1]
 
 
-def _with_settings(rank: int) -> list[tuple[str, float]]:
-    """What gloo alone carries on several hosts."""
-    seen = []
-    for arguments in ({"transport": "gloo"}, {"hook": True}):
-        hooked = arguments.pop("hook", False)
-        model = _model(rank, "aabb", **arguments)
-        if hooked:
-            model.register_comm_hook(None, mean)
-        model.module.weight.grad = torch.full((1, NUMEL), 1.0 + rank)
-        record = model.all_reduce(sample_size=1)
-        seen.append((record.transport, float(model.module.weight.grad.unique())))
+def _call(model: LegacyDistributedDataParallel, rank: int) -> tuple[str, float]:
+    model.module.weight.grad = torch.full((1, NUMEL), 1.0 + rank)
+    record = model.all_reduce(sample_size=1)
+    return record.transport, float(model.module.weight.grad.unique())
+
+
+@pytest.mark.usefixtures("transport")
+@on_ranks(4, [[("host", 2.5), ("gloo", 2.5), ("gloo", 2.5), 2.0]] * 4)
+def test_gloo_carries_what_is_no_plain_dense_sum(rank: int) -> list[Any]:
+    """Beside ``transport="host"``, which may be asked for on equal hosts: gloo, a hook, and sparse gradients."""
+    group = dist.new_group()
+    models = [_model(rank, "aabb", transport=asked, process_group=group) for asked in ("host", "gloo", "auto")]
+    models[2].register_comm_hook(None, mean)
     sparse = nn.Embedding(4, 2, sparse=True)
-    model = LegacyDistributedDataParallel(sparse)
+    model = LegacyDistributedDataParallel(sparse, process_group=group)
     model(torch.tensor([rank])).sum().backward()
-    record = model.all_reduce()
-    seen.append((record.transport, float(sparse.weight.grad.to_dense().sum())))
+    model.all_reduce()
+    return [*(_call(model, rank) for model in models), float(sparse.weight.grad.to_dense().sum())]
+
+
+_SUBGROUPS = [["host 0.5", "gloo 1.0", "host 1.5"], ["host 0.5", "gloo 2.0", "host 1.5"]]
+_SUBGROUPS += [["host 2.5", "gloo 1.0", "host 1.5"], ["host 2.5", "gloo 2.0", "host 1.5"]]
+
+
+@pytest.mark.usefixtures("transport")
+@on_ranks(4, _SUBGROUPS)
+def test_every_group_has_hosts_of_its_own(rank: int) -> list[str]:
+    """A group on one host, a group of one rank per host, and the whole."""
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in [(0, 1), (2, 3), (0, 2), (1, 3)]}
+    seen = []
+    for group in [*(group for ranks, group in groups.items() if rank in ranks), dist.new_group()]:
+        model = _model(rank, "aabb", process_group=group)
+        mean = step(model, float(rank))
+        seen.append(f"{model.all_reduce().transport} {mean}")
     return seen
 
 
-def test_gloo_carries_what_is_no_plain_dense_sum(transport: str) -> None:
-    expected = [("gloo", 2.5)] * 2
-    for seen in run_ranks(_with_settings, 4):
-        assert seen[:2] == expected
-        assert seen[2][1] == 2.0
+@pytest.mark.usefixtures("transport")
+@on_ranks(4, [[1, 1, 1, 2, 2, 2]] * 4)
+def test_segments_are_exchanged_on_all_hosts_in_the_calls_in_which_one_rank_has_new_memory(rank: int) -> list[int]:
+    """How often segments were exchanged until the end of each step; rank 3 keeps the gradient of step 2."""
+    with counting("map_new") as count:
+        model = _model(rank, "aabb", process_group=dist.new_group())
+        counts, kept = [], []
+        for number in range(6):
+            step(model, 1.0 + rank)
+            counts += count
+            kept += [model.module.weight.grad] if (rank, number) == (3, 2) else []
+    return counts
 
 
 def _cannot_connect(rank: int, fault: str) -> tuple[str, float | None, str]:
@@ -178,7 +169,7 @@ def _cannot_connect(rank: int, fault: str) -> tuple[str, float | None, str]:
         model = _model(rank, "aabb")
         value = step(model, 1.0 + rank)
         record = model.all_reduce()
-    return record.transport, value, _line(model)
+    return record.transport, value, transport_line(model)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +199,7 @@ def _fails_later(rank: int) -> tuple[list[tuple[str, float | None]], list[str]]:
     for _ in range(2):
         mean = step(model, 1.0 + rank)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        seen.append((_line(model), mean))
+        seen.append((transport_line(model), mean))
     del kept
     return seen, logged_warnings.take()
 
@@ -219,43 +210,3 @@ def test_a_segment_that_one_host_cannot_map_later_is_gloo_on_all_hosts_with_one_
         assert seen == [(f"transport: gloo ({reason})", 2.5)] * 2
         (text,) = warnings
         assert reason in text
-
-
-def _on_subgroups(rank: int) -> tuple[list[str], list[float | None]]:
-    """A group on one host, a group of one rank per host, and the whole."""
-    hosts = "aabb"
-    members = [(0, 1), (2, 3), (0, 2), (1, 3)]
-    made = {ranks: dist.new_group(list(ranks)) for ranks in members}
-    transports, means = [], []
-    for ranks, group in made.items():
-        if rank in ranks:
-            model = _model(rank, hosts, process_group=group)
-            means.append(step(model, float(rank)))
-            transports.append(model.all_reduce().transport)
-    model = _model(rank, hosts)
-    means.append(step(model, float(rank)))
-    transports.append(model.all_reduce().transport)
-    return transports, means
-
-
-def test_every_group_has_hosts_of_its_own(transport: str) -> None:
-    seen = run_ranks(_on_subgroups, 4)
-
-    assert [transports for transports, _ in seen] == [["host", "gloo", "host"]] * 4
-    assert [means for _, means in seen] == [[0.5, 1.0, 1.5], [0.5, 2.0, 1.5], [2.5, 1.0, 1.5], [2.5, 2.0, 1.5]]
-
-
-def _exchanges(rank: int) -> list[int]:
-    """How often segments were exchanged until the end of each step; rank 3 keeps the gradient of step 2."""
-    with counting("map_new") as count:
-        model = _model(rank, "aabb")
-        counts, kept = [], []
-        for number in range(6):
-            step(model, 1.0 + rank)
-            counts += count
-            kept += [model.module.weight.grad] if (rank, number) == (3, 2) else []
-    return counts
-
-
-def test_segments_are_exchanged_on_all_hosts_in_the_calls_in_which_one_rank_has_new_memory(transport: str) -> None:
-    assert run_ranks(_exchanges, 4) == [[1, 1, 1, 2, 2, 2]] * 4

@@ -19,24 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._ranks import star_sockets
-from legacy_ddp._ranks.first_meeting import (
-    MAX_RANKS,
-    find_hosts,
-    own_card,
-    why_gloo,
-)
-from legacy_ddp._ranks.header import (
-    MAX_SEGMENTS,
-    SegmentIds,
-    decode_segments,
-    encode_segments,
-)
-from legacy_ddp._ranks.star import (
-    Star,
-    StarLostError,
-    StarTimeoutError,
-)
+from legacy_ddp._ranks.first_meeting import MAX_RANKS, find_hosts, own_card, why_gloo
+from legacy_ddp._ranks.header import MAX_SEGMENTS, SegmentIds, decode_segments, encode_segments
+from legacy_ddp._ranks.star import Star, StarLostError, StarTimeoutError
 from legacy_ddp._ranks.star_sockets import HostListener, connect_on_host
+from tests.helpers.host_sockets import refused
 
 T = TypeVar("T")
 SERIALS = st.lists(st.integers(0, 2**32 - 1), max_size=MAX_SEGMENTS)
@@ -95,20 +82,12 @@ def _until(deadline: float) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.parametrize("size, first, step", [(2, 0, 1), (3, 0, 1), (8, 0, 1), (3, 2, 3)])
-def test_every_rank_gets_the_rows_of_all_in_their_order_again_and_again(size: int, first: int, step: int) -> None:
-    """The ranks of one of several hosts need not begin with 0, nor follow each other."""
-    with _stars(size, first=first, step=step) as stars:
-        for call in range(3):
-            columns = {star.rank: (f"{call}".encode(), f"rank {star.rank:2}".encode()) for star in stars}
-            seen = _on_all(stars, lambda star, columns=columns: star.exchange(columns[star.rank], _ignore))
-            assert seen == [[b"".join(column) for column in zip(*columns.values(), strict=True)]] * size
-
-
 def test_rows_of_1200_ranks_arrive_in_pieces() -> None:
     """A message to 832 ranks was too long for a socket: "Message too long"."""
     size, columns = 1200, [b"%04d" % rank for rank in range(1200)]
-    with _room_for_descriptors(2 * size + 100), _stars(size) as (hub, *leaves), ThreadPoolExecutor(3) as threads:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * size + 100), hard))
+    with _stars(size) as (hub, *leaves), ThreadPoolExecutor(3) as threads:
         for leaf in leaves[1:-1]:
             leaf._send(0, b"R", columns[leaf.rank] * 64, _ignore)
         stars = (hub, leaves[0], leaves[-1])
@@ -117,16 +96,7 @@ def test_rows_of_1200_ranks_arrive_in_pieces() -> None:
             leaf._receive(0, b"R", size * 256, _until(time.monotonic() + 60.0))
         expected = [b"".join(64 * column for column in columns)]
         assert [each.result(60.0) == expected for each in read] == [True] * 3
-
-
-@contextmanager
-def _room_for_descriptors(count: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("first", [0, 4])
@@ -176,23 +146,10 @@ def test_a_rank_that_gives_up_is_not_taken_for_lost(impatient: int, is_late: boo
 
 def test_a_rank_that_waits_for_another_still_sees_the_end_of_a_third() -> None:
     """The hub reads from one connection at a time."""
-    is_over = threading.Event()
-
-    def act(star: Star) -> None:
-        if star.rank == 1:
-            is_over.wait(10.0)
-        elif star.rank == 2:
-            star.close()
-        else:
-            star.barrier(_ignore)
-
-    with _stars(3) as stars, ThreadPoolExecutor(2) as threads:
-        late = threads.submit(act, stars[1])
-        act(stars[2])
+    with _stars(3) as (hub, _, third):
+        third.close()
         with pytest.raises(StarLostError, match="connection to rank 2 lost"):
-            stars[0].barrier(_ignore)
-        is_over.set()
-        late.result()
+            hub.barrier(_until(time.monotonic() + 30.0))
 
 
 @pytest.mark.parametrize("step, hub", [(1, 0), (2, 0), (1, 1), (1, 2)])
@@ -210,6 +167,8 @@ def test_descriptors_of_every_rank_reach_all_others(step: int, hub: int) -> None
     def share(star: Star) -> dict[int, list[bytes]]:
         received = star.share_descriptors(files[star.rank], counts, _ignore)
         content = {rank: [os.pread(each, 10, 0) for each in found] for rank, found in received.descriptors.items()}
+        # They are closed in programs that the process starts.
+        assert not any(os.get_inheritable(each) for found in received.descriptors.values() for each in found)
         received.close()
         return content
 
@@ -243,48 +202,27 @@ def test_a_directory_of_another_file_system_is_named_with_the_way_out() -> None:
         connect_on_host("/none", "", 1, 0)
 
 
-def test_only_its_user_can_enter_the_directory_of_a_hub() -> None:
+@pytest.mark.parametrize("place", ["long", "read-only or full"])
+def test_a_hub_listens_whatever_the_directory_for_temporary_files(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``long``: an address of a socket has 108 bytes at most. Only its user can enter the directory."""
+    long = tmp_path.joinpath("x" * 100, "y" * 100)
+    long.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(long) if place == "long" else str(tmp_path / "missing"))
     umask = os.umask(0)
     try:
         listener = HostListener(2)
     finally:
         os.umask(umask)
-    try:
-        assert stat.S_IMODE(os.stat(listener.directory).st_mode) == 0o700
-    finally:
-        listener.close()
-    assert not os.path.exists(listener.directory)
-
-
-@pytest.mark.parametrize("place", ["long", "read-only or full"])
-def test_a_hub_listens_whatever_the_directory_for_temporary_files(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``long``: an address of a socket has 108 bytes at most."""
-    long = tmp_path.joinpath("x" * 100, "y" * 100)
-    long.mkdir(parents=True)
-    monkeypatch.setattr(tempfile, "tempdir", str(long) if place == "long" else str(tmp_path / "missing"))
-    listener = HostListener(2)
     directory = Path(listener.directory)
     assert directory.parent == (long if place == "long" else Path("/dev/shm"))
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     leaf = connect_on_host(listener.directory, "token", 1, 0)
     listener.accept(1, "token")[1].close()
     leaf.close()
     listener.close()
     assert not directory.exists()
-
-
-def test_where_no_socket_can_be_made_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refused(socket.socket):
-        def bind(self, _: object) -> None:
-            raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(star_sockets, "_new_socket", lambda: Refused(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    monkeypatch.setattr(star_sockets, "_PLACES", (None, str(tmp_path)))
-    with pytest.raises(PermissionError):
-        HostListener(2)
-    assert list(tmp_path.iterdir()) == []
 
 
 @given(st.lists(st.tuples(SERIALS, st.booleans()), min_size=1, max_size=4))
@@ -296,6 +234,14 @@ def test_segments_arrive_as_they_were(rows: list[tuple[list[int], bool]]) -> Non
         assert found == (tuple(serials) + (0,) * (MAX_SEGMENTS - len(serials)), spare)
 
 
+def test_where_no_socket_can_be_made_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(star_sockets, "_PLACES", (None, str(tmp_path)))
+    with refused("bind", PermissionError(1, "Operation not permitted")), pytest.raises(PermissionError):
+        HostListener(2)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_last_message_is_read_behind_the_error_of_a_connection_closed_with_unread_messages() -> None:
     """Between two slices the rank that only had not read was blamed."""
     with _stars(3) as (hub, first, second):
@@ -304,8 +250,13 @@ def test_a_last_message_is_read_behind_the_error_of_a_connection_closed_with_unr
         with pytest.raises(StarLostError, match="rank 2"):
             hub._receive(2, b"R", 3, _ignore)
         hub.close()
+
+        def read_after_a_slice() -> None:
+            first._after_slice(_ignore)
+            first.exchange([b"row"], _ignore)
+
         with pytest.raises(StarLostError, match="rank 2"):
-            _read_after_a_slice(first)
+            read_after_a_slice()
 
 
 @pytest.mark.parametrize("row", [b"", b"ro", b"rows"])
@@ -316,11 +267,6 @@ def test_a_row_of_another_length_is_no_row_and_its_rank_is_lost(row: bytes) -> N
             hub.exchange([b"row"], _ignore)
 
 
-def _read_after_a_slice(star: Star) -> None:
-    star._after_slice(_ignore)
-    star.exchange([b"row"], _ignore)
-
-
 def test_a_full_queue_of_the_listener_is_an_error_and_not_a_wait() -> None:
     listener = HostListener(1)
     waiting = []
@@ -329,18 +275,6 @@ def test_a_full_queue_of_the_listener_is_an_error_and_not_a_wait() -> None:
     for connection in waiting:
         connection.close()
     listener.close()
-
-
-def test_received_descriptors_are_closed_in_programs_that_the_process_starts() -> None:
-    file = os.memfd_create("test")
-    with _stars(2) as stars:
-        received = _on_all(
-            stars, lambda star: star.share_descriptors([file] if star.rank else [], {0: 0, 1: 1}, _ignore)
-        )
-    (descriptor,) = received[0].descriptors[1]
-    assert not os.get_inheritable(descriptor)
-    received[0].close()
-    os.close(file)
 
 
 def test_a_fast_timer_does_not_keep_a_wait_from_its_end() -> None:
@@ -368,16 +302,13 @@ def test_a_fast_timer_does_not_keep_a_wait_from_its_end() -> None:
         signal.signal(signal.SIGALRM, before)
 
 
+def _give_up() -> None:
+    raise TimeoutError
+
+
 def test_a_send_to_a_rank_that_does_not_read_can_be_given_up() -> None:
-    def give_up() -> None:
-        raise TimeoutError
-
-    def send_many(star: Star) -> None:
-        for _ in range(100_000):  # a connection holds a few hundred messages
-            star._send(1, b"B", b"", give_up)
-
     with _stars(2) as (hub, _), pytest.raises(TimeoutError):
-        send_many(hub)
+        hub._send(1, b"B", bytes(2**24), _give_up)
 
 
 # Cards of ranks: which ranks form a host, and why a group uses gloo alone
@@ -387,11 +318,6 @@ APART = {
     "network": "they run in different network namespaces",
     "user": "they belong to different users",
 }
-
-
-def _cards(hosts: str) -> list[dict[str, str]]:
-    """A rank per letter, on the host of this name."""
-    return [{**own_card(), "boot": host, "hub": hosts.index(host)} for host in hosts]
 
 
 def test_one_host_has_one_boot_one_network_and_one_user() -> None:
@@ -404,18 +330,6 @@ def test_one_host_has_one_boot_one_network_and_one_user() -> None:
         assert find_hosts(apart) == [(0, 1), (2,)]
         assert why_gloo(apart) == f"ranks 0 and 2: {meaning}, with unequal numbers of ranks, 1 to 2"
     assert why_gloo([card, {"problem": "no /proc"}]) == "rank 1: no /proc"
-
-
-@pytest.mark.parametrize(
-    "hosts, reason",
-    [
-        ("a", ""),
-        ("aaabbbaaabbb", ""),
-        ("abcd", "ranks 0 and 1: they run on different hosts, with one rank each"),
-        ("aaabbc", "ranks 0 and 3: they run on different hosts, with unequal numbers of ranks, 1 to 3"),
-        ("a" * (MAX_RANKS + 1), "257 ranks on a host, more than 256"),
-        ("ab" * (MAX_RANKS + 1), "257 ranks on a host, more than 256"),
-    ],
-)
-def test_hosts_with_equal_numbers_of_ranks_share_memory(hosts: str, reason: str) -> None:
-    assert why_gloo(_cards(hosts)) == reason
+    for hosts in (("a",), ("a", "b")):
+        cards = [{**card, "boot": host, "hub": hosts.index(host)} for host in hosts * (MAX_RANKS + 1)]
+        assert why_gloo(cards) == "257 ranks on a host, more than 256"

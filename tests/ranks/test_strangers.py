@@ -1,25 +1,30 @@
-"""The sockets of a host beside processes of other users, without a common directory, and what is left of them."""
+"""The host transport beside processes of other users and other jobs, and where directories are small or not common."""
 
 import ctypes
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.host_sockets import changed
 from tests.helpers.hosts import reason_not_permitted
 from tests.helpers.rank_faults import error_after_interrupt
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import step, wrap
+from tests.helpers.small_models import step, transport_line, wrap
 
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
@@ -112,19 +117,25 @@ def test_a_meeting_that_is_interrupted_leaves_no_directory(transport: str, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+def _mount(place: str, options: bytes | None = None) -> None:
+    """Give this process files of its own: an empty folder in ``place``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for failed in (
+        libc.unshare(_CLONE_NEWNS),
+        libc.mount(None, b"/", None, _MS_PRIVATE | _MS_REC, None),
+        libc.mount(b"tmpfs", place.encode(), b"tmpfs", 0, options),
+    ):
+        assert not failed, os.strerror(ctypes.get_errno())
+
+
 def _in_containers(rank: int, common: str | None) -> tuple[str, float | None, str]:
     """Rank 1 has other files than rank 0, and the same network. ``common``: a directory of both."""
     if rank == 1:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.unshare(_CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
-        assert libc.mount(None, b"/", None, _MS_PRIVATE | _MS_REC, None) == 0, os.strerror(ctypes.get_errno())
-        place = tempfile.gettempdir().encode()
-        assert libc.mount(b"tmpfs", place, b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())
+        _mount(tempfile.gettempdir())
     tempfile.tempdir = common or tempfile.tempdir
     model = wrap()
     mean = step(model, 1.0 + rank)
-    (line,) = [text for text in repr(model).splitlines() if "transport:" in text]
-    return model.all_reduce().transport, mean, line.strip()
+    return model.all_reduce().transport, mean, transport_line(model)
 
 
 mounting = pytest.mark.skipif(os.geteuid() != 0 or reason_not_permitted() is not None, reason="mounts a file system")
@@ -145,3 +156,38 @@ def test_containers_with_one_network_and_other_files_use_gloo_and_say_why(transp
     assert (transport, mean) == ("gloo", 1.5)
     assert re.match(r"transport: gloo \(rank [01]: no connection on the host \(OSError: ", line)
     assert re.search(r"of rank [01] is not visible here; containers of one network need a common directory", line)
+
+
+def _means(rank: int, job: int, steps: int) -> list[tuple[str, float]]:
+    net = nn.Linear(1 << 14, 1, bias=False)
+    model = LegacyDistributedDataParallel(net, transport="host")
+    seen = []
+    for number in range(steps):
+        net.weight.grad = torch.full_like(net.weight, 100.0 * job + 10.0 * rank + number)
+        record = model.all_reduce()
+        seen.append((record.transport, float(net.weight.grad.unique())))
+    return seen
+
+
+def test_two_jobs_on_one_host_stay_apart(transport: str) -> None:
+    with ThreadPoolExecutor() as jobs:
+        running = [jobs.submit(run_ranks, _means, 2, job, 30, fresh=True) for job in (1, 2)]
+        seen = [job.result() for job in running]
+
+    for job, ranks in enumerate(seen, 1):
+        assert ranks == [[("host", 100.0 * job + 5.0 + number) for number in range(30)]] * 2
+
+
+def _with_little_shared_memory(rank: int) -> tuple[int, list[str], list[tuple[str, float]]]:
+    """Size of /dev/shm, the files there after the calls, and their results."""
+    _mount("/dev/shm", b"size=16k")
+    seen = _means(rank, 0, 3)
+    return shutil.disk_usage("/dev/shm").total, os.listdir("/dev/shm"), seen
+
+
+@mounting
+def test_a_small_dev_shm_does_not_matter(transport: str) -> None:
+    """Containers often have 64 MiB; here 16 KiB, a quarter of the gradients."""
+    expected = (16384, [], [("host", 5.0), ("host", 6.0), ("host", 7.0)])
+
+    assert run_ranks(_with_little_shared_memory, 2, fresh=True) == [expected] * 2

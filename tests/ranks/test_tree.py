@@ -5,7 +5,6 @@ The ranks claim to run on the hosts in ``hosts``, a letter per rank.
 
 import os
 import resource
-import signal
 import time
 from collections.abc import Callable
 from statistics import median
@@ -15,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from legacy_ddp import LostPeerError
 from tests.helpers.hosts import arriving_in_order, hubs_below_a_hub, on_host
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, step, wrap
@@ -132,29 +130,3 @@ def test_the_store_operations_of_a_rank_do_not_grow_with_the_ranks(transport: st
 
     assert run_ranks(_store_operations, 4) == [hub] * 4
     assert sorted(run_ranks(_store_operations, 16)) == [leaf] * 12 + [hub] * 4
-
-
-def _lost_on_hosts(rank: int, hosts: str, victim: int, checks: str) -> tuple[str, tuple[int, ...], str] | None:
-    with on_host(hosts[rank]):
-        model = wrap(checks=checks, timeout_seconds=30.0)
-    step(model, 1.0)
-    step(model, 1.0)
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(LostPeerError) as caught:
-        step(model, 1.0)
-    return type(caught.value).__name__, caught.value.ranks, str(caught.value)
-
-
-@pytest.mark.parametrize("hosts, victim", [("aabb", 0), ("abbbcccc", 1)])
-def test_a_rank_killed_on_one_of_several_hosts_is_named_on_all(transport: str, hosts: str, victim: int) -> None:
-    for found in filter(None, run_ranks(_lost_on_hosts, len(hosts), hosts, victim, "info", lost=(victim,))):
-        assert found[:2] == ("PeerLostError", (victim,))
-
-
-@pytest.mark.parametrize("hosts, victim", [("ab", 0), thorough("abbbcccc", 1), ("abbbcccc", 7)])
-def test_without_checks_the_text_names_the_lost_rank_on_all_hosts(transport: str, hosts: str, victim: int) -> None:
-    """gloo told the ranks that were connected to the lost rank, and the others another rank, or nothing."""
-    for found in filter(None, run_ranks(_lost_on_hosts, len(hosts), hosts, victim, "off", lost=(victim,))):
-        assert found[0] == "PeerLostError"
-        assert f"connection to rank {victim} lost" in found[2]

@@ -89,19 +89,16 @@ def _in_order(rank: int, way: str, *, swapped: bool) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_another_order_on_one_rank_is_told_with_the_classes_and_nothing_is_copied(world_size: int) -> None:
-    found = run_cases(partial(_in_order, swapped=True), world_size, {way: (way,) for way in _WAYS})
+def test_another_order_on_one_rank_is_told_with_the_classes_and_nothing_is_copied_and_the_same_is_silent(
+    world_size: int,
+) -> None:
+    ways = {way: (way,) for way in _WAYS}
+    for of_ranks in run_cases(partial(_in_order, swapped=False), world_size, ways).values():
+        assert [error for error, _ in of_ranks] == [""] * world_size
+    found = run_cases(partial(_in_order, swapped=True), world_size, ways)
     others = "rank 0 has" if world_size == 2 else "ranks 0, 2 have"
 
     for way, (_, text) in _WAYS.items():
         said = f"\n  class of the module: rank 1 has {text.format('Teacher')}; {others} {text.format('Student')}\n"
         assert all(said in error and error == found[way][0][0] for error, _ in found[way]), (way, found[way])
         assert [weights for _, weights in found[way]] == [[10.0 * rank, 10.0 * rank + 1] for rank in range(world_size)]
-
-
-def test_the_same_order_on_all_ranks_is_silent() -> None:
-    found = run_cases(partial(_in_order, swapped=False), 2, {way: (way,) for way in _WAYS})
-
-    assert {way: [error for error, _ in of_ranks] for way, of_ranks in found.items()} == {
-        way: ["", ""] for way in _WAYS
-    }

@@ -16,15 +16,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from legacy_ddp import Checks
-from tests.helpers.listening import Training, listen, own_threads, reports, run, run_silently, said
+from tests.helpers.listening import Training, listen, own_threads, reports, run_silently, said
 from tests.helpers.processes import open_files
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.helpers.tiers import thorough
 
 STACKS = "most recent call first"  # as faulthandler writes them
-
-
-# Child processes and signals
 
 
 class _Numbers(Dataset[torch.Tensor]):
@@ -46,14 +43,6 @@ def _load(training: Training) -> None:
     for worker in multiprocessing.active_children():
         worker.terminate()
         worker.join()
-
-
-def _pool(training: Training) -> None:
-    pool = multiprocessing.get_context("fork").Pool(2)
-    assert pool.map(abs, [-1, -2]) == [1, 2]
-    training.step()
-    pool.terminate()
-    pool.join()
 
 
 def _fork(training: Training) -> None:
@@ -78,7 +67,7 @@ def _has_children(rank: int, folder: Path, children: Callable[[Training], None])
     return [STACKS in path.read_text() for path in reports(folder)]
 
 
-@pytest.mark.parametrize("children", [_load, thorough(_pool), _fork])
+@pytest.mark.parametrize("children", [_load, _fork])
 def test_child_processes_that_are_terminated_leave_no_trace(
     children: Callable[[Training], None], tmp_path: Path
 ) -> None:
@@ -136,7 +125,7 @@ def test_the_user_s_handler_decides_the_exit_code(moment: str, tmp_path: Path) -
 @pytest.mark.parametrize("moment", ["never", "after"])
 def test_a_process_without_a_handler_dies_of_the_signal_and_leaves_its_stacks(moment: str, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 died before returning: signal SIGTERM$"):
-        run(_terminated, 2, tmp_path, signal.SIG_DFL, moment)
+        run_silently(_terminated, 2, tmp_path, signal.SIG_DFL, moment)
 
     if moment == "never":  # who sets the default anew wants nothing else to happen
         (report,) = [path for path in reports(tmp_path) if "-rank1-" in path.name]
@@ -160,9 +149,6 @@ def _terminated_after_a_group_is_gone(rank: int, folder: Path) -> None:
 def test_stacks_are_left_in_another_group_s_report_after_the_newest_group_was_destroyed(tmp_path: Path) -> None:
     run_ranks(partial(listen, _terminated_after_a_group_is_gone, tmp_path), 2, lost=(1,))
     assert [STACKS in path.read_text() for path in reports(tmp_path) if "-rank1-" in path.name] == [True]
-
-
-# What there is to see from outside
 
 
 def _sockets() -> tuple[int, int, int]:

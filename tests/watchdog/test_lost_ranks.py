@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import processes, rank_faults
-from tests.helpers.rank_faults import Scene, Seen, Stage, do_when, entries, play
+from tests.helpers.rank_faults import Scene, Seen, Stage, do_when, play
 from tests.helpers.ranks import run_ranks, slowness
 from tests.helpers.tiers import thorough
 
@@ -28,16 +28,15 @@ SLACK_SECONDS = 5.0
 # What was measured for a process that ended is far less; the timeout is out of reach, so nobody can have waited for it.
 AT_ONCE_SECONDS = 5.0
 TIMEOUT_SECONDS = 2.0
-WHO = [pytest.param(0, "file", id="rank 0", marks=pytest.mark.thorough), pytest.param(2, "file", id="rank 2")]
-STORE = pytest.param(0, "rank0", id="rank 0 with the store")
-WHO_OR_STORE = [*WHO, pytest.param(*STORE.values, id=STORE.id, marks=pytest.mark.thorough)]
+WHO = [pytest.param(2, "file", id="rank 2"), pytest.param(0, "rank0", id="rank 0 with the store")]
+
 
 Lose = Callable[..., dict[int, Seen]]
 
 
 @pytest.fixture
-def lose(tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Lose:
-    """Play a scene; check what holds for every survivor of any, and note how long they waited."""
+def lose(tmp_path: Path, request: pytest.FixtureRequest) -> Lose:
+    """Play a scene; check what holds for every survivor of any, and print how long they waited."""
 
     def lose(world_size: int, victims: tuple[int, ...], fault: Any, store: str = "file", **scene: Any) -> dict:
         seen = play(Scene(tmp_path, victims, fault, **scene), world_size, store=store)
@@ -46,7 +45,6 @@ def lose(tmp_path: Path, request: pytest.FixtureRequest, record_property: Callab
             _check(rank, survivor, victims)
         assert len({survivor.report for survivor in seen.values()}) == 1
         slowest = max(survivor.seconds for survivor in seen.values())
-        record_property("seconds_to_report", round(slowest, 2))
         print(f"\n{request.node.name}: {slowest:.2f} s from the fault to the last survivor's error")
         return seen
 
@@ -61,9 +59,7 @@ def _check(rank: int, seen: Seen, victims: tuple[int, ...]) -> None:
     assert all(len(line) <= 80 for line in seen.report.splitlines())
     # On disk before the exception left all_reduce.
     assert f"-rank{rank}-" in seen.file.name
-    assert seen.file_mode == 0o600
     assert seen.report in seen.file_text
-    assert seen.report in entries(seen.file)
     assert seen.gradients == ("none" if seen.phase == "payload" or seen.on_host else "untouched")
     assert seen.again == "LostPeerError"
 
@@ -77,18 +73,15 @@ def _check_all(seen: dict[int, Seen], kind: str, phase: str, within: float, *sai
             assert text in words
 
 
-# A process that ends
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize("victim, store", [*WHO, STORE])
+@pytest.mark.parametrize("victim, store", WHO)
 def test_a_killed_rank_is_named_at_once(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.killed, store)
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")
 
 
-@pytest.mark.parametrize("victim, store", [*WHO, STORE])
+@pytest.mark.parametrize("victim, store", WHO)
 def test_a_rank_killed_before_the_others_call_is_named_at_once(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.killed_early, store, before=rank_faults.outlive_in_backward)
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")
@@ -111,61 +104,26 @@ def test_a_rank_that_fails_in_a_child_of_spawn_sends_its_error_and_not_its_exit_
 
 
 @pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize(
-    "world_size, victim, reproducible",
-    [
-        thorough(2, 0, False),
-        (3, 0, False),
-        thorough(3, 2, False),
-        thorough(2, 0, True),
-        (3, 2, True),
-    ],
-)
-def test_death_in_the_payload_leaves_no_gradient_half_reduced(
-    lose: Lose, world_size: int, victim: int, *, reproducible: bool
-) -> None:
+@pytest.mark.parametrize("victim, reproducible", [(0, False), (2, True)])
+def test_death_in_the_payload_leaves_no_gradient_half_reduced(lose: Lose, victim: int, reproducible: bool) -> None:
     many = {"numel": 2**20, "buffer_size": 2**13, "reproducible": reproducible}  # 128 collectives or more in one call
-    seen = lose(world_size, (victim,), rank_faults.killed_in_payload, **many)
+    seen = lose(3, (victim,), rank_faults.killed_in_payload, **many)
     _check_all(seen, "PeerLostError", "payload", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")
 
 
-# A process that is silent
-
-
 @pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize("victim, store", WHO_OR_STORE)
+@pytest.mark.parametrize("victim, store", WHO)
 def test_a_stopped_rank_is_named_at_the_timeout(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.stopped, store, timeout_seconds=TIMEOUT_SECONDS)
     said = f"no answer within 2 s; missing rank {victim} (its process is stopped"
     _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
 
 
-def test_a_stopped_rank_is_named_by_a_reproducible_call_too(lose: Lose) -> None:
-    seen = lose(2, (1,), rank_faults.stopped, timeout_seconds=TIMEOUT_SECONDS, reproducible=True)
-    said = "no answer within 2 s; missing rank 1 (its process is stopped"
-    _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
-
-
-@pytest.mark.parametrize("victim, store", WHO)
-def test_the_report_shows_the_loop_that_a_rank_does_not_leave(lose: Lose, victim: int, store: str) -> None:
-    seen = lose(3, (victim,), rank_faults.loops_for_ever, store, timeout_seconds=TIMEOUT_SECONDS)
-    said = (
-        f"missing rank {victim} (user code after all_reduce() call 2, at helpers/rank_faults.py:",
-        "in loops_for_ever, on",
-    )
+def test_the_report_shows_the_loop_that_a_rank_does_not_leave(lose: Lose) -> None:
+    seen = lose(3, (2,), rank_faults.loops_for_ever, timeout_seconds=TIMEOUT_SECONDS)
+    said = "missing rank 2 (user code after all_reduce() call 2, at helpers/rank_faults.py:", "in loops_for_ever, on"
     _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, *said)
-    assert f"stack of rank {victim}, innermost last:" in seen[1].report
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("victim, store", WHO)
-def test_the_report_says_that_c_code_holds_python_up(lose: Lose, victim: int, store: str) -> None:
-    seen = lose(3, (victim,), rank_faults.holds_the_gil, store, timeout_seconds=TIMEOUT_SECONDS)
-    said = f"missing rank {victim} (its process is running but does not answer: Python may be held up by C code"
-    _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
-
-
-# More than one thing at a time
+    assert "stack of rank 2, innermost last:" in seen[1].report
 
 
 def test_two_ranks_killed_at_once_are_both_named(lose: Lose) -> None:
@@ -175,14 +133,13 @@ def test_two_ranks_killed_at_once_are_both_named(lose: Lose) -> None:
 
 def test_a_killed_and_a_stopped_rank_are_both_named(lose: Lose) -> None:
     # Not as long as elsewhere: who waits for the stopped one in gloo's ring can exit only after the timeout.
-    seen = lose(4, (1, 2), rank_faults.killed_after_stopping_another, timeout_seconds=3.0)
+    fault = partial(rank_faults.killed_with_another, number=signal.SIGSTOP)
+    seen = lose(4, (1, 2), fault, timeout_seconds=3.0)
     said = "rank 1 (its process has ended, on host", "rank 2 (its process is stopped, on host"
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, *said)
 
 
-@pytest.mark.parametrize(
-    "function", [thorough("append"), "_make_report", thorough("compose"), thorough("broadcast_failure")]
-)
+@pytest.mark.parametrize("function", [thorough("append"), "_make_report", thorough("broadcast_failure")])
 def test_the_others_still_get_a_report_when_the_reporting_rank_is_killed(lose: Lose, function: str) -> None:
     seen = lose(4, (0, 3), partial(rank_faults.killed_while_reporting, function=function))
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing ranks 0, 3 (its process has ended")
@@ -204,9 +161,6 @@ def test_several_silent_ranks_are_named_by_all_others(lose: Lose) -> None:
     _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
 
 
-# What else holds connections
-
-
 def _start_own_collective(stage: Stage) -> None:
     stage.kept = dist.all_reduce(torch.zeros(1000), async_op=True)
 
@@ -216,15 +170,9 @@ def test_a_collective_of_the_user_in_flight_neither_delays_the_report_nor_the_ex
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing rank 1 (its process has ended")
 
 
-@pytest.mark.parametrize("victim", [thorough(0), 1])
-def test_a_killed_rank_is_named_at_once_though_its_forked_worker_holds_its_connections(lose: Lose, victim: int) -> None:
-    seen = lose(
-        3, (victim,), rank_faults.killed_with_a_worker, timeout_seconds=4.0
-    )  # until then gloo waits for the worker
-    _check_all(seen, "PeerLostError", "agree", 3.0, f"missing rank {victim} (its process has ended")
-
-
-# Not lost after all
+def test_a_killed_rank_is_named_at_once_though_its_forked_worker_holds_its_connections(lose: Lose) -> None:
+    seen = lose(3, (1,), rank_faults.killed_with_a_worker, timeout_seconds=4.0)  # until then gloo waits for the worker
+    _check_all(seen, "PeerLostError", "agree", 3.0, "missing rank 1 (its process has ended")
 
 
 def _goes_on_after_a_stop(rank: int, directory: Path, where: str) -> tuple[list[float], bool]:

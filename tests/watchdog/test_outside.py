@@ -3,7 +3,6 @@
 import fcntl
 import re
 import signal
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,25 +37,14 @@ def _hold(folder: Path, text: str) -> None:
         threading.Event().wait(0.02)
 
 
-def _lock(rank: int, folder: Path) -> None:
-    if rank == 0:
-        _hold(folder, "innermost last")
-    dist.barrier()
-
-
 def _evaluates(rank: int, folder: Path) -> None:
-    if rank == 0:
-        _evaluate(folder)
-    dist.barrier()
-
-
-def _evaluate(folder: Path) -> None:
-    """Compute until four times the time of the first warning have passed."""
+    """Rank 0 computes until four times the time of the first warning have passed."""
     end = float("inf")
-    while time.monotonic() < end:
+    while rank == 0 and time.monotonic() < end:
         torch.randn(200, 200).mm(torch.randn(200, 200))
         if end == float("inf") and "busy" in said_by_any(folder):
             end = time.monotonic() + 4 * SECONDS
+    dist.barrier()
 
 
 def _receives(rank: int, folder: Path) -> None:
@@ -175,47 +163,35 @@ def _place(function: str) -> str:
     return rf"at watchdog/test_outside\.py:\d+ in {function}"
 
 
+def _wait(ranks: str, call: str, function: str, of: str = "") -> str:
+    return rf"{ranks} waited \d+ s in {call}\(\){of} {_place(function)}"
+
+
+def _absent(function: str = "_hold", rank: int = 0) -> str:
+    return f"rank {rank} is not there: {_place(function)}, idle"
+
+
+OTHERS = "ranks 1-2 have"
 TOLD = {
-    "lock": (
-        _lock,
-        rf"ranks 1-2 have waited \d+ s in barrier\(\) {_place('_lock')}; rank 0 is not there: {_place('_hold')}, idle",
-    ),
     "receives": (
         _receives,
-        rf"rank 1 has waited \d+ s in recv\(\) for rank 0 {_place('_receives')}; rank 2 has waited \d+ s in "
-        rf"barrier\(\) {_place('_receives')}; rank 0 is not there: {_place('_hold')}, idle",
+        f"{_wait('rank 1 has', 'recv', '_receives', ' for rank 0')}; {_wait('rank 2 has', 'barrier', '_receives')}; "
+        f"{_absent()}",
     ),
-    "subgroup": (
-        _subgroup,
-        rf"rank 0 has waited \d+ s in barrier\(\) of ranks 0-1 {_place('_subgroup')}; rank 1 is not there: "
-        rf"{_place('_hold')}, idle",
-    ),
-    "work": (
-        _waits_for_work,
-        rf"ranks 1-2 have waited \d+ s in wait\(\) {_place('_waits_for_work')}; rank 0 is not there: "
-        rf"{_place('_hold')}, idle",
-    ),
+    "subgroup": (_subgroup, f"{_wait('rank 0 has', 'barrier', '_subgroup', ' of ranks 0-1')}; {_absent(rank=1)}"),
+    "work": (_waits_for_work, f"{_wait(OTHERS, 'wait', '_waits_for_work')}; {_absent()}"),
     "signals": (
         _waits_under_signals,
-        rf"(?:rank [12] has|ranks 1-2 have) waited \d+ s in barrier\(\) {_place('_waits_under_signals')}; "
-        rf"rank 0 is not there: {_place('_hold')}, idle",
+        f"{_wait('(?:rank [12] has|ranks 1-2 have)', 'barrier', '_waits_under_signals')}; {_absent()}",
     ),
     "each other": (
         _wait_for_each_other,
-        rf"rank 0 has waited \d+ s in all_reduce\(\) {_place('_wait_for_each_other')}; ranks 1-2 have waited \d+ s in "
-        rf"broadcast\(\) {_place('_wait_for_each_other')}; they wait for each other: make the same collectives in the "
-        "same order on every rank",
+        f"{_wait('rank 0 has', 'all_reduce', '_wait_for_each_other')}; "
+        f"{_wait(OTHERS, 'broadcast', '_wait_for_each_other')}; "
+        "they wait for each other: make the same collectives in the same order on every rank",
     ),
-    "a worker of a loader": (
-        _loads_data,
-        rf"ranks 1-2 have waited \d+ s in barrier\(\) {_place('_loads_data')}; rank 0 is not there: "
-        rf"{_place('_loads_data')}, idle",
-    ),
-    "a file lock": (
-        _locks_a_file,
-        rf"ranks 1-2 have waited \d+ s in barrier\(\) {_place('_locks_a_file')}; rank 0 is not there: "
-        rf"{_place('_locks_a_file')}, idle",
-    ),
+    "a worker of a loader": (_loads_data, f"{_wait(OTHERS, 'barrier', '_loads_data')}; {_absent('_loads_data')}"),
+    "a file lock": (_locks_a_file, f"{_wait(OTHERS, 'barrier', '_locks_a_file')}; {_absent('_locks_a_file')}"),
 }
 
 
@@ -278,37 +254,6 @@ def test_a_rank_that_is_slow_in_every_step_is_not_mentioned(tmp_path: Path) -> N
     run_silently(_one_is_slow, 3, tmp_path)
 
 
-@pytest.mark.thorough
-def test_two_thousand_steps_with_collectives_of_the_script_are_silent(tmp_path: Path) -> None:
-    run_silently(_two_thousand_steps, 3, tmp_path)
-
-
-def _two_thousand_steps(rank: int, folder: Path) -> None:
-    training = Training(folder, warn_after_seconds=1.0)
-    for step in range(2000):
-        training.step()
-        dist.all_reduce(torch.ones(3))
-        dist.all_gather_object([None] * 3, step)
-        if step % 100 == 0:
-            dist.barrier()
-
-
-def _waits_in_a_call(rank: int, folder: Path) -> None:
-    training = Training(folder, warn_after_seconds=SECONDS)
-    if rank == 0:
-        _hold(folder, "innermost last")
-    training.step()
-
-
-def test_a_wait_in_a_call_is_told_by_the_call_alone(tmp_path: Path) -> None:
-    run_ranks(partial(listen, _waits_in_a_call, tmp_path), 2, fresh=True)
-
-    assert "outside of calls" not in said_by_any(tmp_path)
-
-
-# Before the first call
-
-
 def _late(rank: int, folder: Path, level: str) -> None:
     if rank == 0 and level == "off":
         time.sleep(3 * SECONDS)
@@ -330,21 +275,36 @@ def test_ranks_that_do_not_come_to_the_constructor_are_named_by_one_rank(level: 
     assert len(ended) == (level == "info")
 
 
-# The end of a rank
-
-
 _SCRIPT = """
-import os, signal, sys, datetime
+import logging, os, signal, sys, time
+from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
-from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel
 
+class _Tell(logging.Filter):
+    def filter(self, record):
+        Path("told").touch()  # by the first record of the log, on any rank
+        return True
+
+logging.getLogger("legacy_ddp").addFilter(_Tell())
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=3)
-model = LegacyDistributedDataParallel(nn.Linear(2, 1))
+model = LegacyDistributedDataParallel(nn.Linear(2, 1), checks=Checks(warn_after_seconds=float(os.environ["SECONDS"])))
 for _ in range(2):
     model(torch.full((1, 2), 1.0 + rank)).sum().backward()
     model.all_reduce()
+"""
+
+
+def _run(folder: Path, end: str, seconds: float = 60.0) -> list[Any]:
+    """The script with ``end``, on three ranks."""
+    (folder / "script.py").write_text(_SCRIPT + end)
+    settings = [{"RANK": str(rank), "SECONDS": str(seconds)} for rank in range(3)]
+    return fork_scripts([("script.py",)] * 3, settings, cwd=folder)
+
+
+_GATHER = """
 def validate():
     {how}
 if rank == 1:
@@ -353,7 +313,7 @@ found = [None] * 3
 dist.all_gather_object(found, rank)
 """
 ENDS = {
-    "an exception": ('raise ValueError("bad batch 17")', "with ValueError: bad batch 17, at script.py:14 in validate"),
+    "an exception": ('raise ValueError("bad batch 17")', "with ValueError: bad batch 17, at script.py:22 in validate"),
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "unexpectedly"),
     "no error": ("sys.exit()", "left without an error after all_reduce() call 2, at the end of its script"),
 }
@@ -364,8 +324,7 @@ def test_the_rank_that_ended_first_is_told_at_once_and_behind_the_error_of_every
     how: str, tmp_path: Path
 ) -> None:
     code, expected = ENDS[how]
-    (tmp_path / "script.py").write_text(textwrap.dedent(_SCRIPT).format(how=code))
-    runs = fork_scripts([("script.py",)] * 3, [{"RANK": str(rank)} for rank in range(3)], cwd=tmp_path)
+    runs = _run(tmp_path, _GATHER.format(how=code))
     texts: list[Any] = [run.stderr for run in runs]
 
     assert 0 not in (runs[0].returncode, runs[2].returncode)
@@ -388,27 +347,13 @@ dist.barrier()
 
 @pytest.mark.thorough
 def test_the_end_of_a_wait_by_the_end_of_a_rank_was_told_as_if_all_were_well(tmp_path: Path) -> None:
-    checks = f"Linear(2, 1), checks=Checks(warn_after_seconds={SECONDS})"
-    script = textwrap.dedent(_SCRIPT).partition("def validate")[0].replace("Linear(2, 1)", checks)
-    script = script.replace("import Legacy", "import Checks, Legacy")
-    (tmp_path / "script.py").write_text(f"import time\nfrom pathlib import Path\n{_WATCH}{script}{_AFTER_A_WAIT}")
-    runs = fork_scripts([("script.py",)] * 3, [{"RANK": str(rank)} for rank in range(3)], cwd=tmp_path)
-    text = "".join(run.stderr for run in runs)
+    text = "".join(run.stderr for run in _run(tmp_path, _AFTER_A_WAIT, SECONDS))
 
     assert "rank 1 is not there" in " ".join(text.split())
     assert ENDED not in text
     assert len(re.findall("rank 1 left without an error .*; this rank ends because", text)) == 2
 
 
-# The file "told" is made by the first record of the log, on any rank.
-_WATCH = """
-import logging
-class _Tell(logging.Filter):
-    def filter(self, record):
-        Path("told").touch()
-        return True
-logging.getLogger("legacy_ddp").addFilter(_Tell())
-"""
 _OTHERS_GO_ON = """
 if rank == 1:
     raise ValueError("bad batch 17")
@@ -419,9 +364,7 @@ while not os.path.exists("told") and time.monotonic() < end:
 
 
 def test_a_rank_that_raises_while_the_others_go_on_is_told_at_once_by_one_rank(tmp_path: Path) -> None:
-    script = textwrap.dedent(_SCRIPT).partition("def validate")[0]
-    (tmp_path / "script.py").write_text(f"import time\nfrom pathlib import Path\n{_WATCH}{script}{_OTHERS_GO_ON}")
-    runs = fork_scripts([("script.py",)] * 3, [{"RANK": str(rank)} for rank in range(3)], cwd=tmp_path)
+    runs = _run(tmp_path, _OTHERS_GO_ON)
     told = [[line for line in run.stderr.splitlines() if "legacy_ddp rank" in line] for run in runs]
 
     assert [run.returncode for run in runs] == [0, 1, 0]

@@ -3,11 +3,11 @@
 Ranks run on the simulated device. A payload is held back there without a wait of the host, as on a real device.
 """
 
-import logging
 import os
 import signal
-import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from legacy_ddp._explain.missing import compose_payload, recorder_text
 from legacy_ddp._watchdog.client import Outcome
 from legacy_ddp._watchdog.process import RUNNING, STOPPED, Sample
 from legacy_ddp._watchdog.status import PayloadState, PayloadWatch, Row
+from tests.helpers.listening import hearing
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import SimulatedGroup, new_group
@@ -27,28 +28,15 @@ from tests.helpers.torch_versions import needs_simulation
 
 pytestmark = pytest.mark.cpu("ranks use the simulated device in any case")
 WARN_SECONDS = 1.0  # a rank issues its payload in less
-PLACES = [torch.device("cpu")]
 
 
-class _Log(logging.Handler):
-    """What the library logs in this process."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        self._added = threading.Condition()
-        logging.getLogger("legacy_ddp").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with self._added:
-            self.texts.append(" ".join(record.getMessage().split()))
-            self._added.notify_all()
-
-    def wait_for(self, part: str) -> str:
-        """The first text with ``part``."""
-        with self._added:
-            assert self._added.wait_for(lambda: any(part in text for text in self.texts), 60.0), self.texts
-            return next(text for text in self.texts if part in text)
+def _wait_for(heard: list[str], part: str) -> str:
+    """The first text with ``part``, without its line breaks."""
+    give_up = time.monotonic() + 60.0
+    while not (found := [" ".join(text.split()) for text in heard if part in " ".join(text.split())]):
+        assert time.monotonic() < give_up, heard
+        time.sleep(0.01)
+    return found[0]
 
 
 def _new(group: SimulatedGroup, folder: str = "", **checks: object) -> LegacyDistributedDataParallel:
@@ -69,21 +57,22 @@ def _call(model: LegacyDistributedDataParallel) -> None:
 
 def _stands_before_its_payload(rank: int, folder: str) -> tuple[list[str], float]:
     """What rank 0 logs while rank 1 issues its payload late, and later; the gradient of a last call."""
-    log, group, store = _Log(), new_group(), distributed_c10d._get_default_store()
-    model = _new(group, folder)
-    _call(model)
-    if rank == 0:
-        group.hold()
-    else:
-        group.before_issue = lambda: store.wait(["reported"])
-    _call(model)
-    if rank == 0:
-        log.wait_for("payload is not complete")  # outside of any call
-        store.set("reported", "1")
-        group.release()
-        log.wait_for("payload is complete now")
-    _call(model)
-    return log.texts, model.module.weight.grad.item()
+    group, store = new_group(), distributed_c10d._get_default_store()
+    with hearing() as heard:
+        model = _new(group, folder)
+        _call(model)
+        if rank == 0:
+            group.hold()
+        else:
+            group.before_issue = lambda: store.wait(["reported"])
+        _call(model)
+        if rank == 0:
+            _wait_for(heard, "payload is not complete")  # outside of any call
+            store.set("reported", "1")
+            group.release()
+            _wait_for(heard, "payload is complete now")
+        _call(model)
+    return [" ".join(text.split()) for text in heard], model.module.weight.grad.item()
 
 
 @needs_simulation
@@ -104,19 +93,18 @@ def test_a_payload_that_a_rank_does_not_issue_is_reported_between_calls_with_thi
 
 def _dies_after_its_call(rank: int, folder: str) -> tuple[str, str, tuple[int, ...]]:
     """The report on the payload, and report and ranks of the error of the next call."""
-    log, group = _Log(), new_group()
-    model = _new(group, folder)
-    _call(model)
-    group.hold()
-    _call(model)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    report = log.wait_for("payload is not complete")
-    try:
+    group = new_group()
+    with hearing() as heard:
+        model = _new(group, folder)
         _call(model)
-    except LostPeerError as error:
-        return report, " ".join(error.report.split()), error.ranks
-    return report, "no error", ()
+        group.hold()
+        _call(model)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        report = _wait_for(heard, "payload is not complete")
+        with pytest.raises(LostPeerError) as caught:
+            _call(model)
+    return report, " ".join(caught.value.report.split()), caught.value.ranks
 
 
 @needs_simulation
@@ -152,13 +140,16 @@ def test_a_call_copies_one_number_for_the_watch_without_a_wait_and_none_without_
     assert run_ranks(_counts_copies, 2, fresh=True) == [[(0, 0), (1, 0)]] * 2
 
 
-# Which payload is late
+def _issue(watch: PayloadWatch, serial: int) -> Any:
+    """A payload that is complete."""
+    watch.begin(serial, f"call {serial}", [torch.device("cpu")])
+    watch.issue()
+    return watch._payloads[-1]
 
 
 def test_a_payload_that_has_finished_is_never_late_however_long_ago_it_began() -> None:
     watch = PayloadWatch(warn_after_seconds=0.0)
-    watch.begin(1, "call 1", PLACES)
-    watch.issue()
+    _issue(watch, 1)
 
     assert watch.take_late() is None
     assert watch.state() == PayloadState(begun=1, issued=1, complete=1)
@@ -166,30 +157,27 @@ def test_a_payload_that_has_finished_is_never_late_however_long_ago_it_began() -
 
 def test_the_oldest_payload_is_late_once_and_later_ones_after_it() -> None:
     watch = PayloadWatch(warn_after_seconds=0.0)
-    payloads = []
-    for serial in (1, 2):
-        watch.begin(serial, f"call {serial}", PLACES)
-        watch.issue()
-        payloads.append(watch._payloads[-1])
-        payloads[-1].words[0].zero_()  # as if the device had not written yet
+    first = _issue(watch, 1)
+    first.words[0].zero_()  # as if the device had not written yet
+    second = _issue(watch, 2)
+    second.words[0].zero_()
 
-    assert [watch.take_late(), watch.take_late()] == [payloads[0], None]
+    assert [watch.take_late(), watch.take_late()] == [first, None]
     assert (watch.state().serial, watch.state().complete, watch.state().is_late) == (1, 0, True)
-    payloads[0].words[0].fill_(1)
-    assert watch.take_late() is payloads[1]
-    assert watch.take_completed() == [payloads[0]]
-    payloads[1].words[0].fill_(2)
-    assert watch.take_completed() == [payloads[1]]
+    first.words[0].fill_(1)
+    assert watch.take_late() is second
+    assert watch.take_completed() == [first]
+    second.words[0].fill_(2)
+    assert watch.take_completed() == [second]
     assert watch.state() == PayloadState(begun=2, issued=2, complete=2)
 
 
 def test_a_payload_far_behind_the_host_counts_from_the_end_of_the_one_before() -> None:
     watch = PayloadWatch(warn_after_seconds=500.0)
     for serial in (1, 2):
-        watch.begin(serial, f"call {serial}", PLACES)
-        watch.issue()
-        watch._payloads[-1].begun_at -= 1000.0
-    watch._payloads[-1].words[0].zero_()
+        payload = _issue(watch, serial)
+        payload.begun_at -= 1000.0
+    payload.words[0].zero_()
 
     watch.take_completed()
 
@@ -201,14 +189,11 @@ def test_a_payload_far_behind_the_host_counts_from_the_end_of_the_one_before() -
 def test_a_payload_that_was_not_issued_is_late_too_and_is_dropped_with_its_call() -> None:
     watch = PayloadWatch(warn_after_seconds=0.0)
     assert watch.seconds_to_look() is None
-    watch.begin(3, "call 3", PLACES)
+    watch.begin(3, "call 3", [torch.device("cpu")])
 
     assert watch.take_late() is watch._payloads[0]
     watch.drop_failed()
     assert watch.state() == PayloadState()
-
-
-# The ranks in the report
 
 
 def _row(rank: int, *state: int) -> Row:

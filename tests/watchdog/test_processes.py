@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,10 +30,10 @@ from legacy_ddp._watchdog.process import (
 )
 from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
-from legacy_ddp._watchdog.status import GroupView, RankStatus, own_status
+from legacy_ddp._watchdog.status import GroupView
 from tests.helpers.hosts import reason_not_permitted
 from tests.helpers.scripts import run_script
-from tests.helpers.status_servers import a_listener, an_observer
+from tests.helpers.status_servers import Answers, a_listener, an_observer
 
 as_root = pytest.mark.skipif(os.geteuid() != 0 or reason_not_permitted() is not None, reason="makes namespaces")
 
@@ -42,30 +43,14 @@ _HIDDEN = (
 )
 # In each case: the command before the listener, and before the observer; the state in /proc and the state by two signs
 # while the listener runs, while it is stopped, and when it has ended.
+_HIDES = (DEAD, UNKNOWN), (DEAD, UNKNOWN), (DEAD, DEAD)
+_TELLS_NOTHING = ((UNKNOWN, UNKNOWN),) * 3
 _CASES = {
-    "the same namespaces": ((), (), (RUNNING, RUNNING), (STOPPED, STOPPED), (DEAD, DEAD)),
-    "another time namespace": (
-        ("unshare", "--time", "--boottime", "1000", "--fork"),
-        (),
-        (DEAD, UNKNOWN),
-        (DEAD, UNKNOWN),
-        (DEAD, DEAD),
-    ),
-    "another user with hidepid": ((), _HIDDEN, (DEAD, UNKNOWN), (DEAD, UNKNOWN), (DEAD, DEAD)),
-    "a container": (
-        ("unshare", "--pid", "--fork", "--mount-proc"),
-        (),
-        (UNKNOWN, UNKNOWN),
-        (UNKNOWN, UNKNOWN),
-        (UNKNOWN, UNKNOWN),
-    ),
-    "the /proc of another pid namespace": (
-        (),
-        ("unshare", "--pid", "--fork"),
-        (UNKNOWN, UNKNOWN),
-        (UNKNOWN, UNKNOWN),
-        (UNKNOWN, UNKNOWN),
-    ),
+    "the same namespaces": ((), (), ((RUNNING, RUNNING), (STOPPED, STOPPED), (DEAD, DEAD))),
+    "another time namespace": (("unshare", "--time", "--boottime", "1000", "--fork"), (), _HIDES),
+    "another user with hidepid": ((), _HIDDEN, _HIDES),
+    "a container": (("unshare", "--pid", "--fork", "--mount-proc"), (), _TELLS_NOTHING),
+    "the /proc of another pid namespace": ((), ("unshare", "--pid", "--fork"), _TELLS_NOTHING),
 }
 
 
@@ -83,22 +68,22 @@ def _marks(case: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("case", [pytest.param(name, marks=_marks(name)) for name in _CASES])
 def test_stopped_gone_hidden_and_answering_processes_are_told_apart(case: str) -> None:
     """A rank that /proc did not show was called dead while it ran."""
-    before_listener, before_observer, running, stopped, ended = _CASES[case]
-    with a_listener(*before_listener) as listener, an_observer(*before_observer) as observer:
-        assert observer.look(listener) == (*running, Outcome.ANSWERED)
+    before_listener, before_observer, (running, stopped, ended) = _CASES[case]
+    with a_listener(*before_listener) as listener, an_observer(*before_observer) as look:
+        assert look(listener) == (*running, Outcome.ANSWERED)
         os.kill(listener.pid, signal.SIGSTOP)
         _await_state(listener.pid, "T")
-        assert observer.look(listener) == (*stopped, Outcome.SILENT)
+        assert look(listener) == (*stopped, Outcome.SILENT)
         os.kill(listener.pid, signal.SIGCONT)
-        assert observer.look(listener) == (*running, Outcome.ANSWERED)
+        assert look(listener) == (*running, Outcome.ANSWERED)
         os.kill(listener.pid, signal.SIGKILL)
         if listener.pid == listener.process.pid:
             _await_state(listener.pid, "Z")
             while len(os.listdir(f"/proc/{listener.pid}/task")) > 1:  # sockets are closed by the last thread
                 time.sleep(0.01)
-            assert observer.look(listener) == (*ended, Outcome.ENDED)  # before anybody reaped it
+            assert look(listener) == (*ended, Outcome.ENDED)  # before anybody reaped it
         listener.process.wait()
-        assert observer.look(listener) == (*ended, Outcome.ENDED)
+        assert look(listener) == (*ended, Outcome.ENDED)
 
 
 def test_a_pid_that_was_given_to_another_process_counts_as_dead() -> None:
@@ -218,33 +203,9 @@ def test_an_end_that_was_asked_for_or_that_follows_another_is_not_told(reason: s
 WORDS = "left because another rank was lost"
 
 
-class _Answers:
-    """A listener whose n-th answer is its state with ``changes[n]``, ``delays[n]`` seconds late.
-
-    ``answer_in_place``: of all these answers.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.count = 0
-        self.changes: dict[int, dict[str, Any]] = {}
-        self.delays: dict[int, float] = {}
-        self.on_answer: Callable[[], object] = lambda: None
-        self.answer_in_place: dict[str, Any] | None = None
-        self.server = StatusServer(rank, self._answer, lambda _rank, _exit_reason: None)
-        self.server.start(None)
-
-    def _answer(self, _message: Any) -> dict[str, Any]:
-        self.count += 1
-        time.sleep(self.delays.get(self.count, 0.0))
-        self.on_answer()
-        if self.answer_in_place is not None:
-            return self.answer_in_place
-        return {**own_status(RankStatus(), []), **self.changes.get(self.count, {})}
-
-
 @pytest.fixture
-def listeners() -> Iterator[list[_Answers]]:
-    made = [_Answers(rank) for rank in range(3)]
+def listeners() -> Iterator[list[Answers]]:
+    made = [Answers(rank) for rank in range(3)]
     yield made
     for one in made:
         one.server.close("")
@@ -259,7 +220,7 @@ def _dead_peer(rank: int) -> Endpoint:
     return Endpoint(rank, replace(own_identity(), pid=process.pid), [address], "")
 
 
-def test_an_exit_reason_that_came_after_the_first_answer_is_in_the_report(listeners: list[_Answers]) -> None:
+def test_an_exit_reason_that_came_after_the_first_answer_is_in_the_report(listeners: list[Answers]) -> None:
     first = listeners[0]
     first.changes = {1: {"exit_reasons": {}}, 2: {"exit_reasons": {"1": WORDS}}}
     peers = [first.server.endpoint, _dead_peer(1), listeners[2].server.endpoint, _dead_peer(3)]
@@ -272,20 +233,22 @@ def test_an_exit_reason_that_came_after_the_first_answer_is_in_the_report(listen
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answers], twice: bool) -> None:
-    asker, other, slow = listeners
-    slow.delays = {1: ANSWER_SECONDS + 0.2}
-    asker.changes = {number: {"process_states": {"2": RUNNING}} for number in (1, 2)}
-    peers = [asker.server.endpoint, other.server.endpoint, slow.server.endpoint]
+def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[Answers], twice: bool) -> None:
+    asker, _, slow = listeners
+    peers = [listener.server.endpoint for listener in listeners]
+    assert [row.outcome for row in poll_ranks(peers, peers[0], twice=False)] == [Outcome.ANSWERED] * 3
+    assert [one.count for one in listeners] == [1, 1, 1]
+    slow.delays = {2: ANSWER_SECONDS + 0.2}
+    asker.changes = {number: {"process_states": {"2": RUNNING}} for number in (2, 3)}
 
-    rows = poll_ranks(peers, asker.server.endpoint, twice=twice)
+    rows = poll_ranks(peers, peers[0], twice=twice)
 
     assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
-    assert [one.count for one in listeners] == [1 + twice, 1 + twice, 2]
+    assert [one.count for one in listeners] == [2 + twice, 2 + twice, 3]
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_rank_that_waits_for_a_disk_is_busy(listeners: list[_Answers], number: int) -> None:
+def test_a_rank_that_waits_for_a_disk_is_busy(listeners: list[Answers], number: int) -> None:
     """A rank that saved a checkpoint on a crowded machine was called idle, and got a report in place of a line."""
     for listener in listeners:
         listener.changes = {answer: {"busy_seconds": 0.0, "waits_for_disk": False} for answer in (1, 2)}
@@ -297,121 +260,104 @@ def test_a_rank_that_waits_for_a_disk_is_busy(listeners: list[_Answers], number:
     assert [row.is_busy for row in rows] == [False, True, False]
 
 
-def test_a_rank_that_left_a_call_is_called_dead_before_a_poll_only_if_its_process_is(listeners: list[_Answers]) -> None:
+def _view(peers: Sequence[Endpoint], rank: int) -> GroupView:
+    return GroupView(peers[rank], peers, range(len(peers)), len(peers))
+
+
+def test_a_rank_that_left_a_call_is_called_dead_before_a_poll_only_if_its_process_is(listeners: list[Answers]) -> None:
     """A rank that had raised in the call, and stood in a debugger, was dead in the first report of the others."""
     peers = [listeners[0].server.endpoint, listeners[1].server.endpoint, _dead_peer(2)]
 
-    rows = GroupView(peers[0], peers, range(len(peers)), len(peers)).local_rows(Failure("ranks 1-2 left", ranks=(1, 2)))
+    rows = _view(peers, 0).local_rows(Failure("ranks 1-2 left", ranks=(1, 2)))
 
     assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.LEFT, Outcome.ENDED]
     assert [row.process for row in rows] == [RUNNING, RUNNING, DEAD]
 
 
-def _report(listeners: list[_Answers]) -> Report:
-    """Of three ranks outside of calls."""
-    peers = [listener.server.endpoint for listener in listeners]
-    return compose(GroupView(peers[0], peers, range(len(peers)), len(peers)).local_rows(None))
+class _Exchange:
+    """The exchange of a rank, with what its policy saved and logged. ``composed``: a report on ranks outside of
+    calls."""
+
+    def __init__(self, peers: Sequence[Endpoint], rank: int) -> None:
+        view = _view(peers, rank)
+        self.saved: list[str] = []
+        self.logged: list[str] = []
+        policy: Any = SimpleNamespace(
+            save=lambda report, introduction="": self.saved.append(introduction + report.text),
+            notify_loss=lambda text, report: self.logged.append(f"{report.missing}: {text}"),
+        )
+        self.record = FailureRecord(view, policy)
+        self.composed = compose(view.local_rows(None))
+        self._background = BackgroundTasks(rank)
+        self._exchange = ReportExchange(view, self.record, self._background, warn_after_seconds=60.0)
+
+    def fetch(self) -> Report:
+        found = self._exchange.fetch(5, Failure("connection lost"))
+        self._background.close()
+        return found
 
 
-def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(listeners: list[_Answers]) -> None:
-    peers = [listener.server.endpoint for listener in listeners]
-    view, background = GroupView(peers[2], peers, range(len(peers)), len(peers)), BackgroundTasks(2)
-    record = FailureRecord(view, cast(Any, _Saved()))
-    exchange = ReportExchange(view, record, background, warn_after_seconds=60.0)
-    arrived = _report(listeners)
-    listeners[0].on_answer = lambda: record.finalize(arrived)
+@pytest.fixture
+def exchange(listeners: list[Answers]) -> _Exchange:
+    """Of rank 2, with all listeners."""
+    return _Exchange([listener.server.endpoint for listener in listeners], 2)
 
-    assert exchange.fetch(5, Failure("connection lost")) is arrived
+
+def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(
+    listeners: list[Answers], exchange: _Exchange
+) -> None:
+    arrived = replace(exchange.composed)
+    listeners[0].on_answer = lambda: exchange.record.finalize(arrived)
+
+    assert exchange.fetch() is arrived
     assert [one.count for one in listeners] == [1, 0, 0]
-    background.close()
 
 
 def test_the_report_of_a_rank_that_was_found_late_is_fetched(
-    listeners: list[_Answers], monkeypatch: pytest.MonkeyPatch
+    listeners: list[Answers], exchange: _Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At a load of 25 the search for an answering rank took all of the time: "the missing rank is not known"."""
-    composed = _report(listeners)
-    answers = [{}, asdict(composed)]
+    first, answers = listeners[0], [{}, asdict(exchange.composed)]
 
-    def answer(_message: Any) -> dict[str, Any]:
+    def answer() -> None:
         time.sleep(0.3)
-        return answers.pop(0)
+        first.answer_in_place = answers.pop(0)
 
-    seconds = [0.1, 60.0]
+    first.on_answer, seconds = answer, [0.1, 60.0]
     monkeypatch.setattr("legacy_ddp._watchdog.exchange._report_seconds", lambda _size: seconds.pop(0))
-    server = StatusServer(0, answer, lambda _rank, _exit_reason: None)
-    server.start(None)
-    view, background = GroupView(server.endpoint, [server.endpoint], [0], 1), BackgroundTasks(0)
-    exchange = ReportExchange(view, FailureRecord(view, cast(Any, _Saved())), background, warn_after_seconds=60.0)
 
-    found = exchange.fetch(5, Failure("connection lost"))
+    found = _Exchange([first.server.endpoint], 0).fetch()
 
-    background.close()
-    server.close("")
-    assert found.text == composed.text
+    assert found.text == exchange.composed.text
     assert seconds == answers == []
 
 
 def test_a_report_is_fetched_from_the_next_rank_after_the_one_that_composed_it_has_ended(
-    listeners: list[_Answers], monkeypatch: pytest.MonkeyPatch
+    listeners: list[Answers], exchange: _Exchange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next rank was not asked behind the first time limit: "the missing rank is not known"."""
-    composed, first = _report(listeners), listeners[0]
+    first = listeners[0]
     first.answer_in_place = {}  # it composes
     first.on_answer = lambda: (time.sleep(0.3), first.server.close(""))
     for other in listeners[1:]:
-        other.answer_in_place = asdict(composed)
+        other.answer_in_place = asdict(exchange.composed)
     seconds = [0.1, 60.0, 60.0]
     monkeypatch.setattr("legacy_ddp._watchdog.exchange._report_seconds", lambda _size: seconds.pop(0))
-    peers = [listener.server.endpoint for listener in listeners]
-    view, background = GroupView(peers[2], peers, range(len(peers)), len(peers)), BackgroundTasks(2)
-    exchange = ReportExchange(view, FailureRecord(view, cast(Any, _Saved())), background, warn_after_seconds=60.0)
 
-    found = exchange.fetch(5, Failure("connection lost"))
-
-    background.close()
-    assert found.text == composed.text
+    assert exchange.fetch().text == exchange.composed.text
 
 
-def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -> None:
-    rows = poll_ranks([one.server.endpoint for one in listeners], listeners[0].server.endpoint, twice=False)
-
-    assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
-    assert [one.count for one in listeners] == [1, 1, 1]
-
-
-class _Saved:
-    """A policy that keeps what is saved and what is logged."""
-
-    def __init__(self) -> None:
-        self.saved: list[str] = []
-        self.logged: list[str] = []
-
-    def save(self, report: Report, introduction: str = "") -> None:
-        self.saved.append(introduction + report.text)
-
-    def notify_loss(self, text: str, report: Report) -> None:
-        self.logged.append(f"{report.missing}: {text}")
-
-
-def test_the_end_of_a_rank_that_left_a_call_names_the_rank_once(listeners: list[_Answers]) -> None:
+def test_the_end_of_a_rank_that_left_a_call_names_the_rank_once(exchange: _Exchange) -> None:
     """The text of the failure, behind the name of the rank: "rank 1 rank 1 left all_reduce()"."""
-    peers = [listener.server.endpoint for listener in listeners]
-    record = FailureRecord(GroupView(peers[1], peers, range(len(peers)), len(peers)), cast(Any, _Saved()))
+    exchange.record.record_failure(Failure("rank 2 left all_reduce() call 4 with ValueError: bad batch", ranks=(2,)))
 
-    record.record_failure(Failure("rank 1 left all_reduce() call 4 with ValueError: bad batch", ranks=(1,)))
-
-    assert record.exit_reason() == "left all_reduce() call 4 with ValueError: bad batch"
+    assert exchange.record.exit_reason() == "left all_reduce() call 4 with ValueError: bad batch"
 
 
-def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
-    policy: Any = _Saved()
-    peers = [listener.server.endpoint for listener in listeners]
-    record = FailureRecord(GroupView(peers[0], peers, range(len(peers)), len(peers)), policy)
-
+def test_a_later_failure_is_written_down_where_the_first_named_no_rank(exchange: _Exchange) -> None:
     for reason, ranks in (("connection lost", ()), ("rank 1 has ended", (1,)), ("rank 1 is silent", (1,))):
-        record.record_failure(Failure(reason, ranks=ranks), logs=True)
+        exchange.record.record_failure(Failure(reason, ranks=ranks), logs=True)
 
-    assert record.failure == Failure("connection lost")  # the first one ends the call
-    assert len(policy.saved) == len(policy.logged) == 2  # the third adds nothing
-    assert "missing rank 1" in policy.saved[1]
+    assert exchange.record.failure == Failure("connection lost")  # the first one ends the call
+    assert len(exchange.saved) == len(exchange.logged) == 2  # the third adds nothing
+    assert "missing rank 1" in exchange.saved[1]

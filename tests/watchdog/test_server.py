@@ -21,7 +21,6 @@ from legacy_ddp._watchdog.client import (
     Endpoint,
     Message,
     Outcome,
-    decode_endpoint,
     encode_message,
     greet,
     own_hosts,
@@ -29,16 +28,13 @@ from legacy_ddp._watchdog.client import (
     request,
     request_all,
 )
-from legacy_ddp._watchdog.process import (
-    Identity,
-    own_identity,
-)
+from legacy_ddp._watchdog.process import Identity, own_identity
 from legacy_ddp._watchdog.server import StatusServer
 from tests.helpers.listening import WARN_SECONDS, Training, listen, said
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import run_script
-from tests.helpers.small_models import error_of, wrap
-from tests.helpers.status_servers import Listener, a_listener
+from tests.helpers.small_models import error_of, step, wrap
+from tests.helpers.status_servers import a_listener
 
 # More than the address space holds: Python's threads cannot be started, as at a limit of processes; those of C++ can.
 TOO_LARGE_STACK_BYTES = 2**47
@@ -80,14 +76,12 @@ def pair() -> Iterator[_Servers]:
         server.close("")
 
 
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    with a_listener() as listener:
-        yield listener
-
-
 def _request(endpoint: Endpoint, own: Identity | None = None, **options: float) -> tuple[Outcome, Message | None]:
     return request(endpoint, {"request": "status"}, own or own_identity(), **options)
+
+
+def _connect(server: StatusServer) -> socket.socket:
+    return socket.create_connection(server.endpoint.addresses[-1], timeout=5)
 
 
 def _send(connection: socket.socket, server: StatusServer, *messages: Message) -> None:
@@ -95,9 +89,64 @@ def _send(connection: socket.socket, server: StatusServer, *messages: Message) -
     connection.sendall(greet(server.endpoint.token) + b"".join(map(encode_message, messages)))
 
 
-def _receive_all(connection: socket.socket) -> bytes:
+def _receive_reason(connection: socket.socket) -> Any:
     """What the server sends until it closes the connection, without its proof."""
-    return connection.makefile("rb").read()[PROOF_BYTES:]
+    return json.loads(connection.makefile("rb").read()[PROOF_BYTES:])
+
+
+def test_an_error_in_an_answer_or_in_what_follows_a_neighbour_s_end_ends_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    was_closed = threading.Event()
+
+    def answer(message: Any) -> dict[str, Any]:
+        return {"ratio": 1 / message["divisor"]}
+
+    def fail(rank: int, exit_reason: str | None) -> None:
+        was_closed.set()
+        raise RuntimeError("can't start new thread")
+
+    server = StatusServer(0, answer, fail)
+    server.start(None)
+    with _connect(server) as neighbour:
+        _send(neighbour, server, {"request": "monitor", "rank": 1})
+    assert was_closed.wait(5)
+    own, message = own_identity(), {"request": "status", "divisor": 0}
+    assert request(server.endpoint, message, own, seconds=0.2)[0] is Outcome.SILENT
+    assert request(server.endpoint, {**message, "divisor": 2}, own) == (Outcome.ANSWERED, {"ratio": 0.5})
+
+    assert "ZeroDivisionError" in caplog.text
+    assert "can't start new thread" in caplog.text
+    server.close("")
+
+
+def _monitor(**rank: object) -> bytes:
+    return encode_message({"request": "monitor", **rank})
+
+
+_OF_STRANGERS = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b'{"request": 1}\n',
+    b"",
+    bytes(1000),
+    greet("another token") + encode_message({"request": "status"}),
+]
+_OF_RANKS = [b"\x00\xff\n", b"[1, 2]\n", b'"text"\n', b"[" * 100_000 + b"\n", _monitor()]
+_OF_RANKS += [_monitor(rank=rank) for rank in (None, "one", [1], 1.5, 1e400, True, -1)]
+_STRANGE = [*((data, False) for data in _OF_STRANGERS), *((data, True) for data in _OF_RANKS)]
+
+
+@pytest.mark.parametrize("data, has_token", _STRANGE, ids=map(str, range(len(_STRANGE))))
+def test_strange_bytes_end_the_connection_and_nothing_else(data: bytes, has_token: bool, pair: _Servers) -> None:
+    server = pair.servers[0]
+    server.start(None)
+    with _connect(server) as connection, suppress(OSError):  # the server does not read to the end
+        connection.sendall((greet(server.endpoint.token) if has_token else b"") + data)
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.makefile("rb").read()[PROOF_BYTES if has_token else 0 :] == b""
+
+    assert _request(server.endpoint)[0] is Outcome.ANSWERED
+    assert pair.closed == []
 
 
 @pytest.mark.parametrize("limits", [nullcontext, _no_more_threads], ids=["threads", "no threads"])
@@ -116,32 +165,6 @@ def test_a_request_without_the_token_gets_no_answer(pair: _Servers) -> None:
     client = replace(pair.servers[0].endpoint, token="guessed")
 
     assert _request(client, seconds=0.1) == (Outcome.SILENT, None)
-    assert _request(pair.servers[0].endpoint)[0] is Outcome.ANSWERED
-
-
-_STRANGE = [
-    b"GET / HTTP/1.1\r\n\r\n",
-    b"\x00\xff\n",
-    b"[1, 2]\n",
-    b'"text"\n',
-    b'{"request": 1}\n',
-    b"",
-    b"[" * 100_000 + b"\n",
-    bytes(1000),
-    greet("another token") + encode_message({"request": "status"}),
-]
-
-
-@pytest.mark.parametrize("data", _STRANGE, ids=map(str, range(len(_STRANGE))))
-def test_strange_bytes_end_the_connection_and_nothing_else(data: bytes, pair: _Servers) -> None:
-    pair.servers[0].start(None)
-    host, port = pair.servers[0].endpoint.addresses[-1]
-    # The server does not read to the end.
-    with socket.create_connection((host, port), timeout=5) as connection, suppress(OSError):
-        connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(100) == b""
-
     assert _request(pair.servers[0].endpoint)[0] is Outcome.ANSWERED
 
 
@@ -178,7 +201,7 @@ def test_a_thousand_messages_of_strangers_cost_as_little_as_a_thousand_empty_con
 def test_an_unauthenticated_connection_that_sends_byte_by_byte_delays_no_other(pair: _Servers) -> None:
     server = pair.servers[0]
     server.start(None)
-    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as client:
+    with _connect(server) as client:
         for _ in range(5):
             client.sendall(b"{")
             assert _request(server.endpoint, seconds=0.3)[0] is Outcome.ANSWERED
@@ -189,7 +212,7 @@ def test_silent_unauthenticated_connections_are_evicted_and_release_their_descri
     server = pair.servers[0]
     server.start(None)
     before = len(os.listdir("/proc/self/fd"))
-    clients = [socket.create_connection(server.endpoint.addresses[-1], timeout=5) for _ in range(300)]
+    clients = [_connect(server) for _ in range(300)]
 
     assert _request(server.endpoint)[0] is Outcome.ANSWERED
     for client in clients:
@@ -198,121 +221,57 @@ def test_silent_unauthenticated_connections_are_evicted_and_release_their_descri
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_an_answer_that_cannot_be_made_ends_the_connection_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    def answer(message: Any) -> dict[str, Any]:
-        return {"ratio": 1 / message["divisor"]}
-
-    server = StatusServer(0, answer, print)
-    server.start(None)
-
-    assert (
-        request(server.endpoint, {"request": "status", "divisor": 0}, own_identity(), seconds=0.2)[0] is Outcome.SILENT
-    )
-    assert request(server.endpoint, {"request": "status", "divisor": 2}, own_identity()) == (
-        Outcome.ANSWERED,
-        {"ratio": 0.5},
-    )
-    assert "ZeroDivisionError" in caplog.text
-    server.close("")
-
-
-@pytest.mark.parametrize("rank", [None, "one", [1], 1.5, 1e400, True, -1])
-def test_a_monitor_request_without_a_rank_ends_the_connection_and_nothing_else(rank: object, pair: _Servers) -> None:
-    server = pair.servers[0]
-    server.start(None)
-    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
-        _send(neighbour, server, {"request": "monitor"} if rank is None else {"request": "monitor", "rank": rank})
-        assert _receive_all(neighbour) == b""
-
-    assert _request(server.endpoint)[0] is Outcome.ANSWERED
-    assert pair.closed == []
-
-
-def test_an_error_in_what_follows_a_neighbour_s_end_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    was_closed = threading.Event()
-
-    def fail(rank: int, exit_reason: str | None) -> None:
-        was_closed.set()
-        raise RuntimeError("can't start new thread")
-
-    server = StatusServer(0, lambda message: {"heard": message["request"]}, fail)
-    server.start(None)
-    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
-        _send(neighbour, server, {"request": "monitor", "rank": 1})
-
-    assert was_closed.wait(5)
-    assert _request(server.endpoint) == (Outcome.ANSWERED, {"heard": "status"})
-    assert "can't start new thread" in caplog.text
-    server.close("")
-
-
 def test_a_neighbour_that_leaves_sends_its_exit_reason(pair: _Servers) -> None:
     first, second = pair.servers
     first.start(None)
     second.start(first.endpoint)
     # Answered in the order of arrival: the second server holds its connection by now.
     assert _request(first.endpoint)[0] is Outcome.ANSWERED
-
     second.close("left after call 3")
+    assert pair.was_closed.wait(5)
+    pair.was_closed.clear()
+    with _connect(first) as neighbour:  # it comes with the request
+        _send(neighbour, first, {"request": "monitor", "rank": 2}, {"exit_reason": "left at once"})
 
     assert pair.was_closed.wait(5)
-    assert pair.closed == [(0, 1, "left after call 3")]
+    assert pair.closed == [(0, 1, "left after call 3"), (0, 2, "left at once")]
 
 
-def test_an_exit_reason_that_comes_with_the_monitor_request_is_received(pair: _Servers) -> None:
+def test_a_server_that_closes_at_once_sends_its_exit_reason_to_a_new_connection() -> None:
+    for _ in range(10):
+        server = StatusServer(0, dict, print)
+        with _connect(server) as neighbour:
+            _send(neighbour, server, {"request": "monitor", "rank": 1})
+            server.start(None)
+            server.close("left at once")
+
+            assert _receive_reason(neighbour) == {"exit_reason": "left at once"}
+
+
+def test_the_end_of_a_killed_neighbour_is_noticed(pair: _Servers) -> None:
     server = pair.servers[0]
-    server.start(None)
-    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
-        _send(neighbour, server, {"request": "monitor", "rank": 1}, {"exit_reason": "left after call 3"})
+    with a_listener() as listener:
+        server.start(listener.endpoint)
+        assert _request(server.endpoint)[0] is Outcome.ANSWERED  # it holds its connection by now
 
-    assert pair.was_closed.wait(5)
-    assert pair.closed == [(0, 1, "left after call 3")]
+        listener.process.kill()
 
-
-@pytest.mark.parametrize("_", range(10))
-def test_a_server_that_closes_at_once_sends_its_exit_reason_to_a_new_connection(_: int, pair: _Servers) -> None:
-    server = pair.servers[0]
-    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
-        _send(neighbour, server, {"request": "monitor", "rank": 1})
-        server.start(None)
-        server.close("left at once")
-
-        assert json.loads(_receive_all(neighbour)) == {"exit_reason": "left at once"}
+        assert pair.was_closed.wait(5)
+        assert pair.closed == [(0, 1, None)]
 
 
 def test_a_server_that_closes_before_its_neighbour_has_asked_for_monitoring_does_not_look_lost(pair: _Servers) -> None:
     """At load a rank ended unexpectedly for a neighbour that had connected, and had not sent its request yet."""
     server, other = pair.servers
-    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
+    with _connect(server) as neighbour:
         server.start(other.endpoint)
         closing = threading.Thread(target=server.close, args=("left early",))
         closing.start()
-        with select.epoll() as closed:
-            closed.register(neighbour, select.EPOLLIN)
-            assert closed.poll(0.1) == []  # no end of file: the server waits for the request
+        assert select.select([neighbour], [], [], 0.1)[0] == []  # no end of file: the server waits for the request
         _send(neighbour, server, {"request": "monitor", "rank": 1})
 
-        assert json.loads(_receive_all(neighbour)) == {"exit_reason": "left early"}
+        assert _receive_reason(neighbour) == {"exit_reason": "left early"}
         closing.join(5)
-
-
-def test_the_end_of_a_killed_neighbour_is_noticed(listener: Listener) -> None:
-    was_closed = threading.Event()
-    said: list[tuple[int, str | None]] = []
-
-    def note(rank: int, exit_reason: str | None) -> None:
-        said.append((rank, exit_reason))
-        was_closed.set()
-
-    server = StatusServer(0, dict, note)
-    server.start(listener.endpoint)
-    assert _request(server.endpoint)[0] is Outcome.ANSWERED  # it holds its connection by now
-
-    listener.process.kill()
-
-    assert was_closed.wait(5)
-    assert said == [(1, None)]
-    server.close("")
 
 
 _ELSEWHERE = replace(own_identity(), machine="another")
@@ -382,13 +341,6 @@ def test_a_stranger_on_the_port_of_a_rank_gets_nothing_and_costs_as_little_as_a_
     assert b"status" not in heard
 
 
-def test_an_encoded_endpoint_is_decoded_without_loss() -> None:
-    peer = Endpoint(3, Identity("node", 42, "77", "machine"), [("10.0.0.1", 5000)], "token")
-
-    assert decode_endpoint(3, peer.encode()) == peer
-    assert decode_endpoint(3, b"") is None
-
-
 def test_loopback_is_for_the_same_network_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = [("10.0.0.1", 5000), ("127.0.0.1", 5000)]
 
@@ -397,9 +349,6 @@ def test_loopback_is_for_the_same_network_alone(monkeypatch: pytest.MonkeyPatch)
     for interface in ("", "no such interface", "lo"):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
         assert own_hosts()[-1] == "127.0.0.1"
-
-
-# The watchdog of a process that may start no more threads, or open no more descriptors
 
 
 def _late_without_threads(rank: int, folder: Path) -> list[float]:
@@ -424,25 +373,27 @@ def test_a_warning_that_falls_due_where_no_thread_can_be_started_is_given_and_tr
     assert "Traceback" not in "\n".join(told)
 
 
-def _constructs(rank: int, folder: str) -> tuple[object, object]:
-    if rank == 1:
-        threading.stack_size(TOO_LARGE_STACK_BYTES)
-    first = error_of(wrap, checks=Checks(report_dir=folder), timeout_seconds=20.0)
-    threading.stack_size(0)
-    return first, error_of(wrap, checks=Checks(report_dir=folder))
+def _constructs(rank: int, folder: str) -> tuple[Any, Any, float | None]:
+    """The errors of a ``report_dir`` that cannot be used on rank 1, and without threads there; the mean of a step."""
+    errors = [error_of(wrap, checks=Checks(report_dir=f"{folder}/file/inside" if rank == 1 else folder))]
+    with _no_more_threads() if rank == 1 else nullcontext():
+        errors.append(error_of(wrap, checks=Checks(report_dir=folder), timeout_seconds=20.0))
+    return *errors, step(wrap(checks=Checks(report_dir=folder)), 1.0 + rank)
 
 
 def test_a_watchdog_that_cannot_be_started_on_one_rank_is_the_same_error_on_all_and_the_group_stays_usable(
     tmp_path: Path,
 ) -> None:
-    results = run_ranks(_constructs, 2, str(tmp_path))
+    (tmp_path / "file").write_text("not a directory")
 
-    for (kind, text), later in results:
-        assert kind == "PeerError"
-        assert "rank 1" in text
-        assert "can't start new thread" in text
-        assert later is None
-    assert list(tmp_path.iterdir()) == []
+    for (first_kind, first), (second_kind, second), mean in run_ranks(_constructs, 2, str(tmp_path)):
+        assert first_kind == second_kind == "PeerError"
+        assert "rank 1" in first
+        assert str(tmp_path / "file") in first
+        assert "rank 1" in second
+        assert "can't start new thread" in second
+        assert mean == 1.5
+    assert os.listdir(tmp_path) == ["file"]
 
 
 _AT_THE_LIMIT = """
