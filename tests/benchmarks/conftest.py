@@ -1,4 +1,4 @@
-"""Tests of the scripts are thorough, and long ones run with ``make soak`` alone. Those of the figures on pages run always."""
+"""Tests of the scripts are thorough; long ones run with ``make soak`` alone. Those of figures on pages run always."""
 
 from pathlib import Path
 
