@@ -26,11 +26,6 @@ def thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
-def soak(*values: Any) -> Any:
-    """A case of a table that ``make soak`` alone runs."""
-    return pytest.param(*values, marks=pytest.mark.soak)
-
-
 def thorough_but(chosen: Sequence[Any], cases: Iterable[Any]) -> list[Any]:
     """All cases of a table; ``make test`` runs the ``chosen`` alone. A case of several arguments is a tuple."""
     table = list(cases)

@@ -59,20 +59,27 @@ def _check(losses: list[Any], kind: str, within: float) -> None:
     assert max(loss[3] for loss in found) < within
 
 
-class _Interrupts:
-    """Ctrl-C while the arguments are looked at."""
+class _Interrupted(nn.Linear):
+    """Ctrl-C while a call looks at the parameters."""
 
-    def __index__(self) -> int:
-        raise KeyboardInterrupt
+    comes = False
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        if self.comes:
+            raise KeyboardInterrupt
+        return super().named_parameters(*args, **kwargs)
 
 
 def _interrupts_a_call_before_it_meets_anybody(rank: int, folder: str) -> Any:
-    model = wrap(timeout_seconds=2.0, checks=Checks(report_dir=folder))
+    module = _Interrupted(2, 1, bias=False)
+    model = LegacyDistributedDataParallel(module, timeout_seconds=2.0, checks=Checks(report_dir=folder))
     for _ in range(3):
         step(model, 1.0)
-    if rank == 0:
+    if rank == CULPRIT:
+        module.comes = True
         with pytest.raises(KeyboardInterrupt):
-            model.all_reduce(sample_size=_Interrupts())
+            model.all_reduce()
+        module.comes = False
     step(model, 1.0)
     if rank == CULPRIT:
         time.sleep(8.0)

@@ -20,7 +20,7 @@ from tests.helpers.hosts import arriving_in_order, on_host
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import step, wrap
-from tests.helpers.tiers import SOAK, thorough
+from tests.helpers.tiers import thorough
 
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
@@ -108,8 +108,7 @@ def test_every_survivor_of_a_lost_rank_of_the_tree_has_an_error_without_a_wrong_
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.skipif(not SOAK, reason="64 processes: make soak")
+@pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 8, 16, 56, 63])  # root, inner hubs, a hub, a leaf below three hubs
 @pytest.mark.parametrize("number, checks", [(_KILL, "off"), (_STOP, "info")])
 def test_every_survivor_among_64_ranks_has_an_error_without_a_wrong_name(
