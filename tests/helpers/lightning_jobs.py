@@ -84,7 +84,16 @@ class Plain(pl.LightningModule):
     def evaluate(self, batch: Any, name: str) -> None:
         inputs, labels = batch
         self.log(name, cross_entropy(self(inputs), labels), sync_dist=True)
-        self.gathered = self.all_gather(inputs.sum())
+        asked, rank = self.trainer.strategy, self.global_rank
+        asked.barrier()
+        self.answers = {
+            "gathered": self.all_gather(inputs.sum()),
+            "broadcast": asked.broadcast(f"from {rank}", src=1),
+            "mean": asked.reduce(torch.tensor([rank + 1.0]), reduce_op="mean"),
+            "all": asked.reduce_boolean_decision(rank == 0),
+            "any": asked.reduce_boolean_decision(rank == 0, all=False),
+            "sampler": asked.distributed_sampler_kwargs,
+        }
 
     def validation_step(self, batch: Any) -> None:
         self.evaluate(batch, "validated")
@@ -241,7 +250,7 @@ def normed(strategy: str, folder: Path) -> Result:
     trainer = pl.Trainer(strategy=strategy, max_epochs=2, **TRAINER)
     trainer.fit(module, make_data(5), make_data(2))
     last = float(trainer.callback_metrics["validated"])
-    left = {**state(module), "last": last, "gathered": module.gathered}
+    left = {**state(module), "last": last, "answers": module.answers}
     validated, tested = trainer.validate(module, make_data(3)), trainer.test(module, make_data(3))
     return {**left, "validated": validated, "tested": tested, "predicted": trainer.predict(module, make_data(3))}
 
