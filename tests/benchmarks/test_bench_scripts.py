@@ -64,6 +64,7 @@ RUNS: list[tuple[str, int, str, Any]] = [
     ("torch_ddp_faults", 0, "--only nan --limit 10", {"nan": {"cell": "silent, NaN on all ranks"}}),
     ("bench_warm_call", 0, f"--repeats 1 --rounds 1 --steps 2 --warm-up 2 --against {ROOT}", {"ratio": None}),
 ]
+LONG = ("bench_wire",)  # each of its trainings imports torch
 
 
 def _assert_outline(found: Any, outline: Any) -> None:
@@ -83,7 +84,7 @@ def _run(rank: int, script: str, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "script, ranks, given, outline",
-    RUNS,
+    [pytest.param(*run, marks=pytest.mark.soak) if run[0] in LONG else run for run in RUNS],
     ids=[f"{script} {given.partition(' -')[0]}" for script, _, given, _ in RUNS],
 )
 def test_a_short_run_writes_what_it_is_said_to_measure(

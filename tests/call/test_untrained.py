@@ -371,6 +371,7 @@ def _said_of_twins(rank: int, way: str) -> dict[str, list[str]]:
     return said
 
 
+@pytest.mark.unsimulated("each operation takes long there, and what is told runs there")
 @pytest.mark.parametrize("way", ["info", thorough("function")])
 def test_nothing_is_said_of_trainings_with_an_effect(way: str) -> None:
     for said in run_ranks(_said_of_twins, 2, way, timeout_seconds=120.0):

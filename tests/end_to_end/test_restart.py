@@ -18,7 +18,7 @@ from tests.helpers.paths import ROOT, python_blocks
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, fork_script, load
 from tests.helpers.tiers import count
 
-KILLS = count(20, 3)
+KILLS = count(20, 1)
 STEPS = count(60, 34)
 LIMIT_SECONDS = 400
 

@@ -117,6 +117,7 @@ def _compare(rank: int, name: str, faulty: bool) -> list[bool]:
     return [was == now for was, now in zip(plain, checked, strict=True)]
 
 
+@pytest.mark.unsimulated("each operation takes long there, and test_faults and test_arguments run there")
 @pytest.mark.parametrize(
     "name, faulty",
     thorough_but([("default", False), ("default", True), ("reproducible", False)], product(SETTINGS, [False, True])),
