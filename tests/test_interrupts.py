@@ -51,7 +51,6 @@ from legacy_ddp._torch.device import Reader
 from tests.helpers import logged_warnings
 from tests.helpers.interrupts import sweep
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiers import thorough
 
 _ITEMS = torch.arange(256.0).reshape(2, 128) / 256
 
@@ -437,7 +436,7 @@ def _sweeps(_: int, *, every: bool) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.cpu("the caches are on the host")
-@pytest.mark.parametrize("every", [False, thorough(True)])
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_after_an_exception_at_any_bytecode_the_script_goes_on_as_if_there_was_none(
     every: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

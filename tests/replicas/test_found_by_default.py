@@ -14,7 +14,6 @@ from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import EACH, Action, Run, Told, train, unwrapped
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, once, run_cases
-from tests.helpers.tiers import thorough
 
 STEP = 20  # of the fault: a whole rotation has passed before
 
@@ -78,7 +77,7 @@ def _told(world_size: int, *faulty: int) -> list[dict[str, Told]]:
     return run_ranks(_all_faults, world_size, faulty, steps, timeout_seconds=240)
 
 
-@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
+@pytest.mark.parametrize("world_size, who", [pytest.param(2, 1, marks=pytest.mark.soak), (3, 0)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int, who: int) -> None:
     fault, (first, *others) = FAULTS[name], [of_rank[name] for of_rank in _told(world_size, who)]
@@ -99,6 +98,7 @@ def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int
     assert all(len(line) <= 80 for line in text.splitlines()), text
 
 
+@pytest.mark.unsimulated("each operation takes long there, and what is told runs there")
 @pytest.mark.parametrize("name", [name for name in FAULTS if not name.startswith("weights")])  # each makes its own
 def test_what_all_ranks_do_alike_is_silent(name: str) -> None:
     assert [of_rank[name] for of_rank in _told(3, 0, 1, 2)] == [[]] * 3

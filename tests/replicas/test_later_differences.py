@@ -138,6 +138,7 @@ def test_a_report_during_a_perturbation_names_the_rank_of_the_digest_and_shows_n
         assert "elements differ" not in line.partition("buffer")[0]
 
 
+@pytest.mark.unsimulated("each operation takes long there, and what is told runs there")
 def test_a_perturbation_alone_is_silent() -> None:
     found = run_cases(_perturbs, 3, {level: (checks, None) for level, checks in LEVELS.items()})
 
