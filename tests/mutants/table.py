@@ -843,19 +843,19 @@ WATCHDOG = (
         "any user gets an answer at the socket",
         "return self._local is not None and self._local.is_of_user(sock) and number <= _MAX_LOCAL",
         "return number <= _MAX_LOCAL",
-        "tests/watchdog/test_watch.py -k another_user",
+        "tests/watchdog/test_local.py -k another_user",
     ),
     Mutant(
         "one poll tells who waits for whom",
         "is_sure = is_late or not any(row.has_moved for row in rows)",
         "is_sure = True",
-        "tests/watchdog/test_watch.py -k went_on",
+        "tests/watchdog/test_job.py -k went_on",
     ),
     Mutant(
         "a group that is a part of the job sees all of it",
         "if unseen and any(_is_beyond(wait, numbers) for wait in waits.values()):",
         "if False:",
-        "tests/watchdog/test_watch.py -k part_of_the_job",
+        "tests/watchdog/test_job.py -k part_of_the_job",
     ),
     Mutant(
         "every rank shows the report on a loss",
