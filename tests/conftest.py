@@ -42,7 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"DEVICE={devices.CHOSEN}: {why}")
 
 
-@pytest.hookimpl(trylast=True)  # after marks that other files set
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests marked ``soak``, but in ``make soak``; skip tests marked ``gpu`` where there is no CUDA device;
     mark tests ``fast`` whose file starts no processes.
