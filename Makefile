@@ -104,7 +104,7 @@ restart: $(CORE) ## kill ranks of the main job, compare its weights; KILLS
 	$(call needs,torch)
 	$(PY) examples/restart.py --ranks $(RANKS) $(if $(KILLS),--kills $(KILLS))
 
-test: $(READY) ## test every behaviour once, seven minutes; WORKERS files at a time, DEVICE=cuda
+test: $(READY) ## test every behaviour once, six minutes; WORKERS files at a time, DEVICE=cuda
 	$(call needs,$(if $(DEVICE),torch pytest xdist hypothesis numpy,$(TEST_PACKAGES)))
 	$(if $(DEVICE),TEST_DEVICE=$(DEVICE) $(PYTEST) -m "(device or gpu) and not thorough" $(DEVICE_TESTS),$(PYTEST) -m "not thorough") $(ARGS)
 
