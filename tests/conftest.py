@@ -43,12 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked ``soak``, but in ``make soak``; skip tests marked ``gpu`` where there is no CUDA device;
-    mark tests ``fast`` whose file starts no processes.
+    """Deselect tests marked ``soak`` outside of ``make soak``, skip tests marked ``gpu`` where there is no CUDA device,
+    and mark tests ``fast`` whose file starts no processes.
 
     Files with a test marked ``slow`` come first: a worker that begins a long file last keeps the others waiting.
     """
-    if left_out := [item for item in items if item.get_closest_marker("soak") and not tiers.SOAK]:
+    left_out = [] if tiers.SOAK else [item for item in items if item.get_closest_marker("soak")]
+    if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     long_files = {item.path for item in items if item.get_closest_marker("slow")}

@@ -407,5 +407,5 @@ class LocalAnswers:
 
 
 def _is_local(process: Identity, own: Identity) -> bool:
-    """Whether the number of a process means this process here, too, so that it finds the socket of the process."""
+    """Whether both processes see the same process numbers. The number of ``process`` then leads to its socket."""
     return process.machine == own.machine if own.machine else process.host == own.host

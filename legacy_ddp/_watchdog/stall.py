@@ -222,7 +222,10 @@ def _called(code: CodeType, last: int) -> tuple[str, str, int]:
 
 
 def _group_of(function: str, frame: FrameType | None) -> tuple[tuple[int, ...], int]:
-    """The ranks of the group of a collective, counted in the job, empty for all; the one rank it waits for, or -1."""
+    """The ranks of the group of a collective, as ranks of the job, and the single rank that the collective waits for.
+
+    No ranks if the group is the whole job. -1 if the collective waits for no single rank.
+    """
     values = frame.f_locals if frame is not None else {}
     peer = _PEER.get(function, "")
     source = values.get(peer)

@@ -339,7 +339,7 @@ def _asleep_in_its_second_step(rank: int) -> Any:
         with model.join():
             for number in range(rank + 1):
                 if (rank, number) == (1, 1):
-                    time.sleep(6.0)
+                    time.sleep(6.0)  # beyond the timeout: being away is the fault
                 step(model, 1.0)
     except RuntimeError as error:  # gloo's own, for who waits inside torch's Join
         return getattr(error, "ranks", None), " ".join(str(error).split())

@@ -35,7 +35,7 @@ class ComparisonCoverage:
             self._phases.setdefault(phase, []).append(rank)
 
     def add_limit(self, steps: tuple[int, int] | None) -> None:
-        """Restrict :attr:`steps` to the first and last step that other ranks compared; None if they compared none."""
+        """Leave out steps outside of ``steps``, the first and last step that other ranks compared. None: no step."""
         self._limits.append(steps or (0, -1))
 
     def leave_out(self, keys: Iterable[tuple[int, str]]) -> None:
