@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 pytest.register_assert_rewrite("tests.helpers.shared_jobs")  # it compares the results of tests
 
-from tests.helpers import devices, logged_warnings, tiers, transports  # noqa: E402
+from tests.helpers import devices, hosts, logged_warnings, tiers, transports  # noqa: E402
 from tests.helpers.transports import _transport_of_the_test, transport  # noqa: E402, F401 - fixtures
 
 # No deadline: a shared machine makes any example slow once in a while.
@@ -43,8 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests marked ``soak`` outside of ``make soak``, skip tests marked ``gpu`` where there is no CUDA device,
-    and mark tests ``fast`` whose file starts no processes.
+    """Deselect tests marked ``soak`` outside of ``make soak``, skip tests marked ``gpu`` or ``hosts`` where there is no
+    CUDA device, or where no hosts can be built, and mark tests ``fast`` whose file starts no processes.
 
     Files with a test marked ``slow`` come first: a worker that begins a long file last keeps the others waiting.
     """
@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+        if item.get_closest_marker("hosts") and (why := hosts.reason_not_permitted()):
+            item.add_marker(pytest.mark.skip(reason=why))
         if isinstance(item, pytest.Function) and not _starts_processes(item.module.__name__):
             item.add_marker(pytest.mark.fast)
 

@@ -12,13 +12,11 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from tests.helpers.hosts import reason_not_permitted
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import run_script
 
 SHORT = ("--layers", "1", "--repeats", "1", "--rounds", "2", "--warm-up", "0")
-needs_hosts = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
 
 
 def _refused(rank: int) -> list[str]:
@@ -134,7 +132,7 @@ def test_an_aim_is_moved_by_what_two_equal_variants_surely_differ_by(
     assert bench_hosts.verdict(interval, control, 0.75) == said
 
 
-@needs_hosts
+@pytest.mark.hosts
 @pytest.mark.slow
 def test_two_hosts_are_measured_and_judged(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"

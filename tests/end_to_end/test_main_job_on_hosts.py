@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.hosts import Hosts, reason_not_permitted
+from tests.helpers.hosts import Hosts
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, fork_torchrun, load
 
 STEPS = 4
@@ -28,7 +28,7 @@ RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-id=job", "--max-restarts=1")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted())),
+    pytest.mark.hosts,
 ]
 
 

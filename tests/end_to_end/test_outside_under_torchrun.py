@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug._cli import main
-from tests.helpers.hosts import Hosts, reason_not_permitted
+from tests.helpers.hosts import Hosts
 from tests.helpers.scripts import fork_script
 from tests.helpers.tiers import count
 
@@ -110,7 +110,7 @@ def test_a_job_that_torchrun_has_restarted_is_watched_without_a_trace_of_the_fir
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
+@pytest.mark.hosts
 def test_a_wait_outside_of_calls_is_shown_once_on_every_host(tmp_path: Path) -> None:
     with Hosts(2) as hosts:
         results = hosts.torchrun(__file__, "waits", str(tmp_path), nproc_per_node=2).wait(120.0)

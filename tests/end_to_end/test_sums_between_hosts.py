@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
-from tests.helpers.hosts import Hosts, leave_facts, reason_not_permitted
+from tests.helpers.hosts import Hosts, leave_facts
 from tests.helpers.rank_faults import do_when
 
 VICTIM = 3
@@ -25,7 +25,7 @@ SIZES = (5, 300_000, 64)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,  # tests.ranks has the same sums and the same loss on hosts of one network
-    pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted())),
+    pytest.mark.hosts,
 ]
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
-from tests.helpers.hosts import Hosts, leave_facts, reason_not_permitted
+from tests.helpers.hosts import Hosts, leave_facts
 from tests.helpers.ranks import slowness
 
 TIMEOUT_SECONDS = 6.0
@@ -25,7 +25,7 @@ SLOW_MBIT, SLOW_STEPS = 1.0, 3
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.thorough,
-    pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted())),
+    pytest.mark.hosts,
 ]
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.hosts import Host, HostFailure, Hosts, reason_not_permitted
+from tests.helpers.hosts import Host, HostFailure, Hosts
 
-pytestmark = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
+pytestmark = pytest.mark.hosts
 LIMIT_SECONDS = 120.0
 SLEEP = "import time; print(flush=True); time.sleep(60)"
 

@@ -58,7 +58,7 @@ def _ways(metafunc: pytest.Metafunc) -> list[Any]:
     folder = module.__name__.split(".")[1]
     ways: list[Any] = [] if folder == _DEVICE_MODULE else [HOST]
     is_alone = "alone" in metafunc.fixturenames
-    starts_ranks = not is_alone and bool({"run_ranks", "on_ranks"} & vars(module).keys())
+    starts_ranks = not is_alone and bool({"run_ranks", "run_cases", "on_ranks"} & vars(module).keys())
     if "transport" in metafunc.fixturenames:
         ways.append(GLOO)
     elif starts_ranks and (folder in (*_FOLDERS, *tiers.choose(_SOAK_FOLDERS, ())) or module.__name__ in _MODULES):

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -92,6 +93,7 @@ _CHECKS: dict[str, Any] = {
 _CASES = {f"{how}, {level}": (how, _CHECKS[level]) for how, of_levels in _FOUND.items() for level in of_levels}
 
 
+@pytest.mark.cpu("a device tells it some calls later, and the report says so")
 def test_a_write_in_or_after_the_forward_of_a_call_is_not_dated_after_the_call() -> None:
     found = run_cases(_report, 2, _CASES)
 
