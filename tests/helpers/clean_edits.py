@@ -21,13 +21,16 @@ def make_net(*extra: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, SIZE), nn.Tanh(), *extra, nn.Linear(SIZE, 8 * SIZE), nn.Linear(8 * SIZE, 1))
 
 
+def net_with_norm() -> nn.Sequential:
+    return make_net(nn.BatchNorm1d(SIZE), nn.Dropout(0.3), nn.LayerNorm(SIZE))
+
+
 def draw(rank: int) -> torch.Tensor:
-    """A batch."""
     return torch.randn(6, 4) + rank
 
 
-def run_backward(model: nn.Module, rank: int, scale: float = 1.0) -> None:
-    (model(draw(rank)).square().mean() * scale).backward()
+def run_backward(model: nn.Module, rank: int) -> None:
+    model(draw(rank)).square().mean().backward()
 
 
 def train(
@@ -39,12 +42,14 @@ def train(
     reduced: Callable[[int], object] = lambda _: None,
     stepped: Callable[[int], object] = lambda _: None,
     backward: Callable[[nn.Module, int], object] = run_backward,
+    call: Callable[[int], object] | None = None,
 ) -> None:
-    """Train; ``reduced`` runs after the call of each step, ``stepped`` after the step."""
+    """Train; ``reduced`` runs after the call of each step, ``stepped`` after the step. ``call``: another call."""
+    call = call or (lambda _: model.all_reduce())
     torch.manual_seed(100 + rank)
     for step in range(steps):
         backward(model, rank)
-        model.all_reduce()
+        call(step)
         reduced(step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 3 > 0)
@@ -210,16 +215,13 @@ def _assigning(model: nn.Module, rank: int) -> None:
 def _clips_where_it_skips(rank: int, checks: Checks, steps: int) -> None:
     """A rank that takes no part clips; in another step its gradients count."""
     model = LegacyDistributedDataParallel(make_net(), checks=checks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    torch.manual_seed(100 + rank)
-    for step in range(steps):
-        run_backward(model, rank)
-        is_out = rank == step % 3
-        if is_out:
+
+    def call(step: int) -> None:
+        if is_out := rank == step % 3:
             _clip(_with_gradients(model))
         model.all_reduce(skip=is_out)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), rank, steps, call=call)
 
 
 def _local_steps(rank: int, checks: Checks, steps: int) -> None:
@@ -254,14 +256,17 @@ def _two_calls_of_one_layer(rank: int, checks: Checks, steps: int) -> None:
 # GradScalers
 
 
-def _scaler_not_passed(rank: int, checks: Checks, steps: int) -> None:
+def _scaled(rank: int, checks: Checks, steps: int, *, is_passed: bool) -> None:
     """The right order; in some steps a rank overflows, or all ranks leave the step out by themselves."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=10)
-    model = LegacyDistributedDataParallel(make_net(), checks=checks)
+    checks = replace(checks, grad_scaler=scaler) if is_passed else checks
+    model = LegacyDistributedDataParallel(net_with_norm(), checks=checks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(100 + rank)
     for step in range(steps):
-        (scaler.scale(model(draw(rank)).square().mean()) * (torch.inf if step % 17 == 11 and rank else 1)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_passed):
+            loss = model(draw(rank)).float().square().mean()
+        (scaler.scale(loss) * (torch.inf if step % 17 == 11 and rank == 1 else 1)).backward()
         model.all_reduce()
         scaler.unscale_(optimizer)
         clip_grad_norm_(model.parameters(), 1e-3)
@@ -320,6 +325,7 @@ LOOPS: dict[str, Loop] = {
     "edit: sparse": partial(_edited_before, edit=_scale_sparse, make=Words),
     "one batch, hardly learning": partial(_repeated, count=1, learning_rate=1e-9),
     "seven batches, not learning": partial(_repeated, count=7, learning_rate=0.0),
-    "a scaler that was not passed": _scaler_not_passed,
+    "a scaler": partial(_scaled, is_passed=True),
+    "a scaler that was not passed": partial(_scaled, is_passed=False),
     "two optimizers and one scaler": _two_optimizers_and_one_scaler,
 }

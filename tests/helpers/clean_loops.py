@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.besides_ddp import distributed_optimizers
-from tests.helpers.clean_edits import SIZE, Loop, draw, make_net, run_backward, train
+from tests.helpers.clean_edits import SIZE, Loop, draw, make_net, net_with_norm, run_backward, train
 from tests.helpers.small_models import Words
 
 
@@ -29,10 +28,6 @@ def _plain(
 ) -> None:
     model = LegacyDistributedDataParallel(module(), checks=checks, **options)
     train(model, optimizer(model.parameters(), lr=1e-3), rank, steps)
-
-
-def _with_norm() -> nn.Module:
-    return make_net(nn.BatchNorm1d(SIZE), nn.Dropout(0.3), nn.LayerNorm(SIZE))
 
 
 def _reparametrised() -> nn.Module:
@@ -55,40 +50,31 @@ class _Statistic(nn.Module):
         return x
 
 
-def _scaler(rank: int, checks: Checks, steps: int) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=20)
-    model = LegacyDistributedDataParallel(_with_norm(), checks=replace(checks, grad_scaler=scaler))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(100 + rank)
-    for step in range(steps):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(draw(rank)).float().square().mean()
-        (scaler.scale(loss) * (float("inf") if step % 37 == 11 and rank == 1 else 1.0)).backward()
-        model.all_reduce()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
 def _averages(rank: int, checks: Checks, steps: int) -> None:
-    """Rank 0 evaluates an average of the weights, swapped in."""
+    """Rank 0 evaluates an average of the weights, swapped in, and runs a forward in training mode before the step."""
     model = LegacyDistributedDataParallel(make_net(), checks=checks)
     average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def look(step: int) -> None:
+        if step % 5 == 4 and rank == 0:
+            model(draw(rank))
 
     def evaluate_average(step: int) -> None:
         average.update_parameters(model.module)
         if step % 5 == 4 and rank == 0:
             kept = copy.deepcopy(model.module.state_dict())
             model.module.load_state_dict(average.module.state_dict())
-            model.eval()
-            with torch.no_grad():
-                model(draw(rank))
-            model.train()
+            _evaluate(model, rank)
             model.module.load_state_dict(kept)
 
-    train(model, torch.optim.AdamW(model.parameters()), rank, steps, stepped=evaluate_average)
+    train(model, torch.optim.AdamW(model.parameters()), rank, steps, reduced=look, stepped=evaluate_average)
+
+
+def _evaluate(model: nn.Module, rank: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(draw(rank))
+    model.train()
 
 
 def _local_sgd(rank: int, checks: Checks, steps: int) -> None:
@@ -125,31 +111,17 @@ def _thaw(rank: int, checks: Checks, steps: int) -> None:
 
 def _rank_0_looks(rank: int, checks: Checks, steps: int) -> None:
     """Rank 0 evaluates, saves, and reads the optimizer's state, which makes a step with zero gradients."""
-    model = LegacyDistributedDataParallel(_with_norm(), checks=checks)
+    model = LegacyDistributedDataParallel(net_with_norm(), checks=checks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
 
     def look(step: int) -> None:
         if step % 5 == 4 and rank == 0:
-            model.eval()
-            with torch.no_grad():
-                model(draw(rank))
-            model.train()
+            _evaluate(model, rank)
             copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
     if rank == 0 and checks.level == "info":
         get_optimizer_state_dict(model.module, optimizer)
     train(model, optimizer, rank, steps, stepped=look)
-
-
-def _looks_before_the_step(rank: int, checks: Checks, steps: int) -> None:
-    """Rank 0 runs a forward in training mode between call and step."""
-    model = LegacyDistributedDataParallel(make_net(), checks=checks)
-
-    def look(step: int) -> None:
-        if step % 5 == 4 and rank == 0:
-            model(draw(rank))
-
-    train(model, torch.optim.AdamW(model.parameters()), rank, steps, reduced=look)
 
 
 def _gan(rank: int, checks: Checks, steps: int) -> None:
@@ -199,25 +171,20 @@ def _several_optimizers(rank: int, checks: Checks, steps: int) -> None:
 
 def _sharded(rank: int, checks: Checks, steps: int) -> None:
     model = LegacyDistributedDataParallel(make_net(), checks=checks)
-    train(
-        model,
-        distributed_optimizers().ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3),
-        rank,
-        steps,
-    )
+    zero = distributed_optimizers().ZeroRedundancyOptimizer
+    train(model, zero(model.parameters(), torch.optim.AdamW, lr=1e-3), rank, steps)
 
 
 def _uneven(rank: int, checks: Checks, steps: int) -> None:
     model = LegacyDistributedDataParallel(make_net(_Statistic()), checks=checks)
-    optimizer = torch.optim.AdamW(model.parameters())
-    torch.manual_seed(100 + rank)
-    for step in range(steps):
+
+    def call(step: int) -> None:
         batches = (rank + step) % 3
         for _ in range(batches):
             run_backward(model, rank)
         model.all_reduce(sample_size=6 * batches)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    train(model, torch.optim.AdamW(model.parameters()), rank, steps, backward=lambda *_: None, call=call)
 
 
 def _joins(rank: int, checks: Checks, steps: int) -> None:
@@ -230,26 +197,19 @@ def _joins(rank: int, checks: Checks, steps: int) -> None:
 
 def _reproducible(rank: int, checks: Checks, steps: int) -> None:
     model = LegacyDistributedDataParallel(make_net(), checks=checks, reproducible=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    torch.manual_seed(100 + rank)
-    for _ in range(steps):
+
+    def call(_: int) -> None:
         with model.no_sync():
             run_backward(model, rank)
         run_backward(model, rank)
         model.all_reduce(sample_size=12)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    train(model, torch.optim.AdamW(model.parameters()), rank, steps, backward=lambda *_: None, call=call)
 
 
 def _function_form(rank: int, checks: Checks, steps: int) -> None:
     net = make_net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    torch.manual_seed(100 + rank)
-    for _ in range(steps):
-        run_backward(net, rank)
-        all_reduce_gradients(net)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(net, torch.optim.AdamW(net.parameters()), rank, steps, call=lambda _: all_reduce_gradients(net))
 
 
 def _skips_agreed_nan(rank: int, checks: Checks, steps: int) -> None:
@@ -293,7 +253,7 @@ def _sharpness_aware(rank: int, checks: Checks, steps: int) -> None:
 
 
 LOOPS: dict[str, Loop] = {
-    "dropout and statistics": partial(_plain, module=_with_norm),
+    "dropout and statistics": partial(_plain, module=net_with_norm),
     "weight norm and spectral norm": partial(_plain, module=_reparametrised),
     "a statistic of its own": partial(_plain, module=lambda: make_net(_Statistic())),
     "sparse": partial(_plain, module=Words, optimizer=torch.optim.SGD),
@@ -301,12 +261,10 @@ LOOPS: dict[str, Loop] = {
     **{
         function.__name__.strip("_").replace("_", " "): function
         for function in (
-            _scaler,
             _averages,
             _local_sgd,
             _thaw,
             _rank_0_looks,
-            _looks_before_the_step,
             _gan,
             _lbfgs,
             _several_optimizers,
