@@ -10,15 +10,7 @@ import tables
 
 from tests.helpers.paths import ROOT
 
-RESULTS = {
-    "results": {
-        "2 ranks": {"fast": {"ratio": 1.005, "ends": [0.5, 2]}, "slow": {"ratio": 20.126, "ends": [3, 4]}},
-        "4 ranks": {"fast": {"ratio": 1.25, "ends": [0.5, 2]}, "slow": {"ratio": 20.131, "ends": [3, 4]}},
-        "verdict": "met",
-    }
-}
-ROWS = {"the fast one": {"way": "fast"}, "the slow one": {"way": "slow"}}
-RATIO = tables.Column("2 ranks", (("2 ranks", "{way}", "ratio"),))
+RESULTS = {"results": {"2 ranks": {"fast": {"ratio": 1.005, "ends": [0.5, 2]}}, "verdict": "met"}}
 
 
 @pytest.fixture
@@ -27,8 +19,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _table(*columns: Any, file: str = "some.json", rows: dict[str, dict[str, str]] = ROWS) -> Any:
-    return tables.Table(file, "times", columns, rows)
+def _table(*place: str) -> Any:
+    """A table of one number."""
+    return tables.Table("some.json", "times", (tables.Column("x", (place,)),), {"the fast one": {"way": "fast"}})
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -45,25 +38,6 @@ def test_every_table_stands_on_one_page_and_every_figure_on_one_or_more() -> Non
     assert {found["name"] for found in tables.FIGURE.finditer(pages)} == set(tables.FIGURES)
 
 
-def test_a_row_has_its_label_and_the_numbers_at_its_places(folder: Path) -> None:
-    ends = (("4 ranks", "{way}", "ends", "0"), ("4 ranks", "{way}", "ends", "1"))
-
-    assert tables.render(_table(RATIO, tables.Column("ends", ends, "{:g} to {:g}")), folder) == (
-        "| times | 2 ranks | ends |\n"
-        "|---|---|---|\n"
-        "| the fast one | 1.00 | 0.5 to 2 |\n"
-        "| the slow one | 20.13 | 3 to 4 |\n"
-    )
-
-
-def test_a_range_goes_upwards_and_is_one_number_where_its_ends_are_written_alike(folder: Path) -> None:
-    both = tuple((ranks, "{way}", "ratio") for ranks in ("4 ranks", "2 ranks"))
-
-    told = tables.render(_table(tables.Column("ratio", both, is_range=True)), folder)
-
-    assert told.splitlines()[2:] == ["| the fast one | 1.00 – 1.25 |", "| the slow one | 20.13 |"]  # noqa: RUF001
-
-
 @pytest.mark.parametrize(
     "place,said",
     [
@@ -75,21 +49,10 @@ def test_a_range_goes_upwards_and_is_one_number_where_its_ends_are_written_alike
 )
 def test_a_missing_number_is_an_error_that_names_file_and_place(folder: Path, place: Any, said: str) -> None:
     with pytest.raises(tables.TableError) as caught:
-        tables.render(_table(tables.Column("x", (place,))), folder)
+        tables.render(_table(*place), folder)
 
     assert said in str(caught.value)
     assert str(folder / "some.json") in str(caught.value)
-
-
-def test_only_what_is_between_the_markers_changes(folder: Path) -> None:
-    text = "before\n<!-- table: a -->\nold\n<!-- end -->\nbetween\n<!-- table: a -->\n<!-- end -->\nafter\n"
-    table = _table(RATIO)
-    block = "<!-- table: a -->\n" + tables.render(table, folder) + "<!-- end -->\n"
-
-    filled = tables.fill(text, {"a": table}, folder)
-
-    assert filled == f"before\n{block}between\n{block}after\n"
-    assert tables.fill(filled, {"a": table}, folder) == filled
 
 
 @pytest.mark.parametrize(
@@ -108,7 +71,7 @@ def test_markers_that_are_wrong_are_an_error(folder: Path, text: str, said: str)
     figure = tables.Column("", (("2 ranks", "fast", "ratio"),), file="some.json")
 
     with pytest.raises(tables.TableError, match=said):
-        tables.fill(text, {"a": _table(RATIO)}, folder, figures={"a": figure})
+        tables.fill(text, {"a": _table("2 ranks", "{way}", "ratio")}, folder, figures={"a": figure})
 
 
 def test_the_charts_are_those_of_the_results_and_stand_beside_their_tables() -> None:

@@ -47,15 +47,6 @@ def test_an_outcome_is_judged_by_all_ranks(reports: list[Any], signals: list[int
     assert faults.judge(reports, signals, begin=12.0).words == words
 
 
-def test_situations_with_one_outcome_stand_together_in_a_cell() -> None:
-    wrong, works = faults.Outcome("silent", "NaN on all ranks"), faults.Outcome("works")
-
-    assert faults.cell({"one": wrong, "two": wrong}) == "silent, NaN on all ranks"
-    assert (
-        faults.cell({"one": wrong, "two": works, "three": wrong}) == "one, three: silent, NaN on all ranks; two: works"
-    )
-
-
 def test_the_kept_results_have_every_situation_and_their_words() -> None:
     results = json.loads(KEPT.read_text(encoding="utf-8"))["results"]
 
