@@ -21,7 +21,7 @@ from legacy_ddp import (
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
-from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, wrap
+from tests.helpers.small_models import add_gradients, gradient_values, wrap
 
 # What a call says about itself
 
@@ -179,9 +179,7 @@ def test_a_record_as_a_dict_is_valid_json_also_with_nan_and_infinity(transport: 
             "rank": rank,
             "metrics": {"least": "-inf", "loss": 1.0, "none": "nan", "worst": "inf"},
         }
-        assert isinstance(seconds, dict)
         assert all(type(value) is float for value in seconds.values())
-        assert isinstance(rows, list)
         times = ("seconds_waited", "data_seconds", "forward_seconds", "backward_seconds")
         assert all(type(row.pop(name)) is float for row in rows for name in times)
         same = {"micro_batches": 0, "took_part": True, "leaves": 0}
@@ -249,65 +247,37 @@ def test_the_norm_of_large_gradients_does_not_overflow(value: float, norm: float
 # Uneven work
 
 
-def _uneven(rank: int) -> tuple[list[str], list[float | None]]:
-    model = wrap()
-    grads = []
+def _uneven(rank: int, how: str) -> tuple[list[tuple[str, str]], list[float | None]]:
+    """The files and texts of warnings in three calls, and the gradients."""
+    model, grads = wrap(), []
+    call = model.all_reduce if how == "method" else partial(all_reduce_gradients, model.module)
     for _ in range(3):
         for _ in range(1 + (rank == 2)):
             add_gradients(model, rank)
-        model.all_reduce()
+        call()
         grads.append(gradient_values(model)["weight"])
         model.zero_grad()
-    return logged_warnings.take(), grads
+    return [(told.filename, told.text) for told in logged_warnings.take_all()], grads
 
 
-def test_uneven_work_is_warned_of_once_and_on_rank_0_naming_ranks_and_counts() -> None:
-    (told, *others) = run_ranks(_uneven, 3)
-
-    ((text,), _) = told
-    assert text.startswith("all_reduce() call 1: ranks bring uneven work (warned once")
-    assert "micro-batches since the last call: rank 2 has 2; ranks 0-1 have 1" in text
-    assert [texts for texts, _ in others] == [[], []]
-    for _, grads in (told, *others):
-        assert grads == pytest.approx([(0 + 1 + 2 + 2) / 3] * 3)
-
-
-def _uneven_filename(rank: int, how: str) -> list[tuple[str, str]]:
-    model = wrap()
-    function = model.all_reduce if how == "method" else partial(all_reduce_gradients, model.module)
-    for micro_batches in (1, 1 + rank):
-        for _ in range(micro_batches):
-            add_gradients(model, rank)
-        function()
-    # The last line before the command says where the check is set.
-    return [(told.filename, told.text.splitlines()[-1]) for told in logged_warnings.take_all()]
-
-
-def test_the_warning_of_uneven_work_points_at_the_caller_and_at_what_the_caller_can_set() -> None:
+def test_uneven_work_is_warned_of_once_and_on_rank_0_and_points_at_the_caller_and_what_the_caller_can_set() -> None:
     places = {"method": "Checks(uneven=...)", "function": "LEGACY_DDP_CHECKS=uneven=..."}
-    for how, of_ranks in run_cases(_uneven_filename, 2, {how: (how,) for how in places}).items():
-        assert of_ranks == [[(__file__, f"pass sample_size= if they should, or see {places[how]}")], []]
+    for how, of_ranks in run_cases(_uneven, 3, {how: (how,) for how in places}).items():
+        (((file, text),), *others), grads = zip(*of_ranks, strict=True)
+        assert (file, others) == (__file__, [[], []])
+        assert re.match(r"all_reduce\(\) call [12]\b.*: ranks bring uneven work \(warned once", text), text
+        assert "micro-batches since the last call: rank 2 has 2; ranks 0-1 have 1" in text
+        assert text.endswith(f"\npass sample_size= if they should, or see {places[how]}")
+        assert [*grads] == [pytest.approx([(0 + 1 + 2 + 2) / 3] * 3)] * 3
 
 
-def _one_micro_batch_more(rank: int, uneven: str, sample_size: int | None) -> tuple[Said, list[float], list[str]]:
-    model = wrap(checks=Checks(uneven=uneven))
+@on_ranks(2, [([3.0, 3.0], [])] * 2)  # 6 + 12 over 2 + 4 items
+def test_uneven_work_is_no_warning_where_items_are_counted(rank: int) -> tuple[list[float], list[str]]:
+    model = wrap()
     for _ in range(1 + rank):
         add_gradients(model, 6.0)
-    said = error_of(model.all_reduce, None if sample_size is None else sample_size * (1 + rank))
-    return said, model.module.weight.grad.flatten().tolist(), logged_warnings.take()
-
-
-def test_uneven_work_is_no_warning_where_items_are_counted() -> None:
-    cases = {"warn": ("warn", 2), "plain": ("warn", None), "raise": ("raise", 2)}
-    found = run_cases(_one_micro_batch_more, 2, cases)
-
-    assert found["warn"] == [(None, [3.0] * 2, [])] * 2  # 6 + 12 over 2 + 4 items
-    assert [len(warned) for *_, warned in found["plain"]] == [1, 0]
-    for rank, (said, grads, _) in enumerate(found["raise"]):
-        assert said is not None
-        assert said[0] == "DesyncError"
-        assert "micro-batches since the last call: rank 1 has 2; rank 0 has 1" in said[1]
-        assert grads == [6.0 * (1 + rank)] * 2
+    model.all_reduce(2 * (1 + rank))
+    return model.module.weight.grad.flatten().tolist(), logged_warnings.take()
 
 
 def _local_steps(rank: int, steps: tuple[int, int], clear: bool) -> list[int]:
@@ -333,8 +303,8 @@ def test_uneven_work_raises_on_all_ranks_if_asked_and_the_call_works_once_it_is_
     model = wrap(checks=Checks(uneven="raise"))
     for _ in range(1 + (rank == 2)):
         add_gradients(model, rank)
-    with pytest.raises(DesyncError) as caught:
-        model.all_reduce()
+    with pytest.raises(DesyncError, match="since the last call: rank 2 has 2; ranks 0-1 have 1") as caught:
+        model.all_reduce(sample_size=1)  # also where items are counted
     left = gradient_values(model)["weight"]
     if rank != 2:
         add_gradients(model, rank)
