@@ -56,10 +56,6 @@ def test_epochs_have_other_orders_and_seeds_too() -> None:
     assert list(sampler) == epochs[0]
 
 
-def test_without_shuffling_samples_come_in_their_order() -> None:
-    assert _epoch(_samplers(2, 9, 2, 2, shuffle=False)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-
-
 @given(st.integers(0, 11), st.sampled_from([(1, 8), (2, 4), (4, 2), (8, 1)]), st.sampled_from([(1, 8), (8, 1), (2, 4)]))
 def test_a_saved_position_resumes_on_any_split(done: int, before: tuple[int, int], after: tuple[int, int]) -> None:
     steps = [*_epoch(_samplers(1, 50, 1, 8)), *_epoch(_resumed(_samplers(1, 50, 1, 8), 6))]
@@ -134,17 +130,6 @@ def test_the_length_is_that_of_an_epoch_on_this_rank() -> None:
     assert [len(sampler) for sampler in samplers] == [8, 8]
     assert [list(sampler.micro_batches) for sampler in samplers] == [[0, 1], [2, 3]]
     assert len(DataLoader(torch.arange(35), batch_sampler=samplers[0])) == 8  # type: ignore[arg-type]
-
-
-def test_workers_that_read_ahead_need_the_number_of_steps_done() -> None:
-    (sampler,) = _samplers(1, 32, 1, 4)
-    loader = DataLoader(torch.arange(32), batch_sampler=sampler, num_workers=1)  # type: ignore[arg-type]
-    batches = iter(loader)
-    for _ in range(4):
-        next(batches)
-
-    assert sampler.state_dict(global_step=1)["global_step"] == 1
-    del batches
 
 
 @pytest.mark.parametrize(

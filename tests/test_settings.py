@@ -12,6 +12,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp.debug import check_replicas
 from tests.helpers.shared_jobs import run_cases
+from tests.helpers.small_models import Said, error_of, wrap
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -105,12 +106,9 @@ def test_a_setting_without_effect_at_its_level_is_refused(checks: Checks, text: 
         _wrap(checks=checks)
 
 
-def _settings_differ(rank: int, name: str, values: list[Any]) -> tuple[str, str] | None:
-    try:
-        LegacyDistributedDataParallel(nn.Linear(2, 1), **{name: values[rank]})
-    except Exception as error:  # noqa: BLE001 - the test looks at its type
-        return type(error).__name__, str(error)
-    return None
+def _settings_differ(rank: int, name: str, values: list[Any]) -> Said:
+    """``values``: by rank; a rank beyond them gives no value."""
+    return error_of(wrap, **({name: values[rank]} if rank < len(values) else {}))
 
 
 _RAISE = Checks(nonfinite="raise")
@@ -147,13 +145,16 @@ def test_settings_that_concern_one_rank_may_differ() -> None:
 
 
 def test_an_unusable_argument_on_one_rank_is_an_error_on_all_instead_of_a_hang() -> None:
-    cases = {"buffer_size": [1, 0], "checks": ["info", "on"], "ignore": [[], ["no.such.name"]]}
+    cases: dict[str, tuple[list[Any], str]] = {
+        "buffer_size": ([1, 0], "rank 1: ValueError: buffer_size is not usable"),
+        "checks": (["info", "on"], "rank 1: ValueError: checks: level is unknown"),
+        "ignore": ([[], ["no.such.name"]], "rank 1: ValueError: ignore names what the module does not have"),
+        "device_ids": ([[0]], "rank 0: TypeError: LegacyDistributedDataParallel takes no device_ids; leave it out"),
+    }
+    found = run_cases(_settings_differ, 2, {name: (name, values) for name, (values, _) in cases.items()})
 
-    for results in run_cases(_settings_differ, 2, {name: (name, values) for name, values in cases.items()}).values():
-        for said in results:
-            assert said is not None
-            assert said[0] == "PeerError"
-            assert "rank 1" in said[1]
+    for name, (_, words) in cases.items():
+        assert [(kind, words in " ".join(text.split())) for kind, text in found[name]] == [("PeerError", True)] * 2
 
 
 # Types

@@ -12,7 +12,6 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.data import micro_batch_rng
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scripts import fork_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 from tests.helpers.small_models import wrap_on_device
@@ -23,7 +22,6 @@ pytestmark = needs_simulation
 
 
 def _train(rank: int, group: Any) -> list[torch.Tensor]:
-    """Weights of rank ``rank`` of 2."""
     model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for batches in _batches()[:, rank::2].to("sim"):
@@ -80,32 +78,6 @@ def test_a_collective_follows_an_awaited_collective_of_another_group_and_without
     assert run_ranks(partial(_uses_two_groups, waits=True), 2, fresh=True) == [(2.0, [])] * 2
     for _, races in run_ranks(partial(_uses_two_groups, waits=False), 2, fresh=True):
         assert any(race.startswith("allreduce") for race in races)
-
-
-_MIXED = """
-import torch, torch.distributed as dist
-from tests.helpers.simulated_device import device
-from tests.helpers.simulated_group import register
-from legacy_ddp import LegacyDistributedDataParallel
-
-register()
-dist.init_process_group("cpu:gloo,sim:simccl")
-on_cpu, on_device = torch.ones(1), torch.ones(1, device="sim")
-dist.all_reduce(on_cpu)
-dist.all_reduce(on_device)
-model = LegacyDistributedDataParallel(torch.nn.Linear(1, 1, bias=False).to("sim"))
-model(torch.full((1, 1), dist.get_rank() + 1.0, device="sim")).sum().backward()
-model.all_reduce()
-if dist.get_rank() == 0:
-    print(on_cpu.item(), on_device.item(), model.module.weight.grad.item(), device.races)
-dist.destroy_process_group()
-"""
-
-
-def test_a_script_initialises_torch_with_a_backend_for_the_cpu_and_one_for_the_device() -> None:
-    run = fork_ranks(2, "-c", _MIXED)
-
-    assert (run.returncode, run.stdout) == (0, "2.0 2.0 1.5 []\n"), run.stderr
 
 
 def _draws(_: int) -> tuple[list[float], bool]:

@@ -57,19 +57,6 @@ def test_an_argument_that_nobody_has_or_in_a_wrong_place_says_what_is_expected(
         LegacyDistributedDataParallel(nn.Linear(1, 1), *positional, **named)
 
 
-def _device_ids_on_one_rank(rank: int) -> Said:
-    arguments: Any = {"device_ids": [0]} if rank == 1 else {}
-    return error_of(LegacyDistributedDataParallel, nn.Linear(1, 1), timeout_seconds=20.0, **arguments)
-
-
-def test_an_argument_that_is_not_here_on_one_rank_alone_is_an_error_on_all() -> None:
-    for kind, text in run_ranks(_device_ids_on_one_rank, 2, timeout_seconds=15.0):
-        assert kind == "PeerError"
-        assert "rank 1: TypeError: LegacyDistributedDataParallel takes no device_ids; leave it out" in " ".join(
-            text.split()
-        )
-
-
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "name",
@@ -104,7 +91,6 @@ def test_a_setting_of_torch_ddp_cannot_be_assigned_without_effect() -> None:
     assert "require_backward_grad_sync" in public
     for name in sorted(public | {"static_graph", "_use_python_reducer"}):
         for said in (error_of(setattr, model, name, False), error_of(getattr, model, name)):
-            assert said is not None, name
             assert said[0] == "AttributeError"
             assert said[1].startswith(f"'LegacyDistributedDataParallel' object has no attribute '{name}'")
         assert not hasattr(model, name)
@@ -126,7 +112,6 @@ def test_a_setting_of_the_constructor_cannot_be_assigned_without_effect() -> Non
     for name in SETTINGS.keys() - {"process_group"}:
         for target in (model, compiled):
             said = error_of(setattr, target, name, SETTINGS[name])
-            assert said is not None, name
             assert said[0] == "AttributeError"
             missing = "has no setter for" if name in ("buffer_size", "world_size") else "has no attribute"
             assert said[1] == (
@@ -183,14 +168,11 @@ def _shard(rank: int) -> tuple[Said, float, list[float]]:
     local = torch.full((1, 2), 3.0 + rank)
     sharded.grad = DTensor.from_local(local, mesh, [Shard(0)])
     model.all_reduce()
-    grad = sharded.grad
-    assert isinstance(grad, DTensor)
-    return said, float(module[1].weight.grad[0, 0]), grad.to_local().flatten().tolist()
+    return said, float(module[1].weight.grad[0, 0]), sharded.grad.to_local().flatten().tolist()
 
 
 def test_a_sharded_parameter_is_refused_by_name_and_left_alone_if_it_is_ignored() -> None:
     for rank, (said, mean, shard) in enumerate(run_ranks(_shard, 2)):
-        assert said is not None
         assert said[0] == "ValueError"
         assert said[1].startswith("parameter '0.weight' is a DTensor, expected a dense tensor; list it in ignore=")
         assert mean == 0.5
