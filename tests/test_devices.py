@@ -23,6 +23,7 @@ from tests.helpers.devices import assert_no_races, count_waits
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import run_script
+from tests.helpers.small_models import backward_on_device, wrap_on_device
 
 STEPS, MICRO_BATCHES, ITEMS = 3, 4, 8
 
@@ -207,34 +208,20 @@ def test_collectives_of_a_correct_program_are_no_error() -> None:
     assert run_ranks(_issues_other_operations, 2) == [[1.5] * 3] * 2
 
 
-def _new(layer: nn.Module | None = None, **settings: Any) -> LegacyDistributedDataParallel:
-    torch.manual_seed(0)
-    with torch.device("cpu"):
-        module = nn.Sequential(nn.Linear(3, 4), layer or nn.Dropout(0.5), nn.Linear(4, 2))
-    return LegacyDistributedDataParallel(module.to(torch.get_default_device()), **settings)
-
-
-def _backward(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
-    batch = torch.full((4, 3), rank + 1.0)
-    batch[0, 0] = first
-    model(batch).sum().backward()
-
-
 def _uses_checks(rank: int) -> dict[str, Any]:
-    """What the checks say."""
     found = {}
-    model = _new(checks="detail")
+    model = wrap_on_device(checks="detail")
     if rank == 1:
         with torch.no_grad():
             model.module[0].weight[0, 0] += 1
-    _backward(model, rank)
+    backward_on_device(model, rank)
     found["detail"] = str(attempt(model.all_reduce))
 
-    model = _new(checks=Checks(nonfinite="raise"))
-    _backward(model, rank, first=float("nan") if rank == 1 else 1.0)
+    model = wrap_on_device(checks=Checks(nonfinite="raise"))
+    backward_on_device(model, rank, first=float("nan") if rank == 1 else 1.0)
     found["nonfinite"] = str(attempt(model.all_reduce))
 
-    model = _new()
+    model = wrap_on_device()
     random.seed(0)  # earlier jobs of the processes have used these generators
     np.random.seed(0)
     found["same generators"] = str(check_replicas(model, what=("rng",)))
@@ -255,22 +242,22 @@ def test_checks_name_rank_and_parameter() -> None:
 
 def _uses_tools(rank: int, folder: str) -> dict[str, Any]:
     """What the tools say, and what the other features leave."""
-    found, model = {}, _new()
+    found, model = {}, wrap_on_device()
     found["same"] = str(cross_check(model, lambda model, batch: model(batch).sum(), torch.ones(4, 3)))
     scale = 1.001 if rank == 1 else 1.0
     found["different"] = str(cross_check(model, lambda model, batch: (model(batch) * scale).sum(), torch.ones(4, 3)))
 
-    model = _new(nn.BatchNorm1d(4), reduce_dtype=torch.float32)
-    _backward(model, rank)
+    model = wrap_on_device(layer=nn.BatchNorm1d(4), reduce_dtype=torch.float32)
+    backward_on_device(model, rank)
     model.all_reduce()
     model.broadcast_buffers()
     found["statistics"] = model.module[1].running_mean.tolist()
 
-    model = _new()
+    model = wrap_on_device()
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:
-        _backward(model, rank)
+        backward_on_device(model, rank)
         model.all_reduce()
         optimizer.step()
 
@@ -279,10 +266,10 @@ def _uses_tools(rank: int, folder: str) -> dict[str, Any]:
         found["waits of a recorder"] = count_waits(step)
     found["function"] = all_reduce_gradients(model.module).synchronized
 
-    model = _new()
+    model = wrap_on_device()
     with model.join():
         for _ in range(1 + rank):
-            _backward(model, rank)
+            backward_on_device(model, rank)
             model.all_reduce()
     assert_no_races()
     return found

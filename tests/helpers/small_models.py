@@ -29,18 +29,22 @@ def tanh_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def wrap_on_device(group: Any, layer: nn.Module | None = None, **arguments: Any) -> LegacyDistributedDataParallel:
-    """A wrapper on the simulated device, the same on every rank, of two layers with ``layer`` between them."""
+def wrap_on_device(
+    group: Any = None, layer: nn.Module | None = None, **arguments: Any
+) -> LegacyDistributedDataParallel:
+    """Of two layers with ``layer`` between them. ``group``: of the simulated device, None for the default device."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), layer or nn.Dropout(0.5), nn.Linear(4, 2))
-    return LegacyDistributedDataParallel(module.to("sim"), process_group=group, **arguments)
+    with torch.device("cpu"):
+        module = nn.Sequential(nn.Linear(3, 4), layer or nn.Dropout(0.5), nn.Linear(4, 2))
+    device = torch.get_default_device() if group is None else "sim"
+    return LegacyDistributedDataParallel(module.to(device), process_group=group, **arguments)
 
 
 def backward_on_device(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
     """A backward of :func:`wrap_on_device` on a batch of this rank. ``first``: its first element."""
     batch = torch.full((4, 3), rank + 1.0)
     batch[0, 0] = first
-    model(batch.to("sim")).sum().backward()
+    model(batch.to(next(model.parameters()).device)).sum().backward()
 
 
 def add_gradients(model: nn.Module, value: float) -> None:
