@@ -28,8 +28,9 @@ def _wrap(**settings: Any) -> LegacyDistributedDataParallel:
     return LegacyDistributedDataParallel(module, **settings)
 
 
-def _step(model: LegacyDistributedDataParallel, **arguments: int | None) -> None:
-    model(torch.ones(3, 2)).sum().backward()
+def _step(model: LegacyDistributedDataParallel, more: int = 0, **arguments: int | None) -> None:
+    """``more``: added to the data."""
+    model(torch.ones(3, 2) + more).sum().backward()
     model.all_reduce(**arguments)
 
 
@@ -147,8 +148,7 @@ def _uncleared(rank: int) -> None:
     model = _wrap()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
-        model(torch.ones(3, 2) + rank).sum().backward()
-        model.all_reduce()
+        _step(model, rank)
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
 
@@ -167,8 +167,7 @@ def _of_a_copy(rank: int) -> None:
     model = _wrap()
     optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
     for _ in range(17):
-        model(torch.ones(3, 2) + rank).sum().backward()
-        model.all_reduce()
+        _step(model, rank)
         optimizer.step()
         model.zero_grad()
 
@@ -193,8 +192,7 @@ def _forgotten(rank: int) -> None:
 
 def _statistics(rank: int) -> None:
     model = LegacyDistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.BatchNorm1d(2)))
-    model(torch.ones(3, 2) + rank).sum().backward()
-    model.all_reduce()
+    _step(model, rank)
     model.eval()(torch.ones(3, 2))
 
 
