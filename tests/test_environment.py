@@ -16,7 +16,6 @@ _NAMES = re.escape("expected a level, or name=value with a name of ('level', 'un
 
 
 def _settings(checks: Any = "info") -> str:
-    """The settings of a wrapper as it shows them."""
     model = LegacyDistributedDataParallel(nn.Linear(2, 1), checks=checks)
     return model.extra_repr().splitlines()[-1]
 

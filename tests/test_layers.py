@@ -43,7 +43,6 @@ LAYERS = (
 
 
 def _layer(path: Path) -> str:
-    """The layer of a file of the package."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return "/".join(parts[:-1]) or parts[0]
 

@@ -34,7 +34,6 @@ def model() -> LegacyDistributedDataParallel:
 
 
 def _line_of(model: LegacyDistributedDataParallel, error: BaseException) -> str:
-    """What the message says of ``error``."""
     with pytest.raises(type(error)), model.no_sync():
         raise error
     with pytest.raises(GradientError) as caught:

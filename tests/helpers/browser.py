@@ -73,7 +73,6 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def point(self, x: float, y: float) -> None:
-        """Move the pointer to a position in the window."""
         moved = {"type": "mouseMoved", "x": x, "y": y}
         self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", moved)
 

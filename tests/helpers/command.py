@@ -15,8 +15,6 @@ _STATUS = {"same": 0, "different": 1, "unknown": 2}
 
 
 class Side(NamedTuple):
-    """The value of one side of a difference."""
-
     label: str
     word: str | None
     norm: float | None
@@ -24,8 +22,6 @@ class Side(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A step and phase with differences."""
-
     step: int
     phase: str
     ranks: tuple[int, ...]
@@ -53,7 +49,6 @@ def command(
             runpy.run_module("legacy_ddp", run_name="__main__")
         except SystemExit as end:
             status = end.code
-    assert isinstance(status, int)
     return CompletedProcess(given, status, output.getvalue(), errors.getvalue())
 
 

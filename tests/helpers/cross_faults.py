@@ -109,7 +109,6 @@ def check(
 
 
 def flip(tensor: torch.Tensor, place: tuple[int, ...] = (1, 2), bit: int = 20) -> torch.Tensor:
-    """``tensor`` with a flipped bit."""
     tensor = tensor.clone()
     tensor.view(torch.int32)[place] ^= 1 << bit
     return tensor

@@ -37,12 +37,12 @@ def make_net(*, normed: bool = False) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), middle, nn.Linear(8, CLASSES))
 
 
-def train(fabric: Fabric, net: nn.Module, *, batches: int = 7, window: int = 1, hook: Any = None) -> tuple[Any, Any]:
+def train(fabric: Fabric, net: nn.Module, *, window: int = 1, hook: Any = None) -> tuple[Any, Any]:
     """An epoch, clipped; the last window may be shorter."""
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.05))
     if hook is not None:
         model._forward_module.register_comm_hook(None, hook)
-    loader = fabric.setup_dataloaders(make_data(batches))
+    loader = fabric.setup_dataloaders(make_data(7))
     for index, (inputs, labels) in enumerate(loader):
         is_last = (index + 1) % window == 0 or index + 1 == len(loader)
         with fabric.no_backward_sync(model, enabled=not is_last):

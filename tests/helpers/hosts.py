@@ -74,7 +74,6 @@ class Host:
             text=True,
             start_new_session=True,  # Ctrl-C is for the tests, which then clean up
         )
-        assert self._holder.stdout is not None
         if (said := self._holder.stdout.readline()) != "ready\n":
             said += self._holder.communicate()[0]
             raise HostFailure(f"{name} did not start: {said}")

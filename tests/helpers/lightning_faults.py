@@ -9,14 +9,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric import Fabric
 
 from legacy_ddp import Checks, LostPeerError
 from legacy_ddp.lightning import LegacyDDPFabricStrategy, LegacyDDPStrategy
-from tests.helpers.lightning_jobs import Plain, make_data
-from tests.helpers.lightning_scenarios import QUIET, RANKS
+from tests.helpers.fabric_jobs import start
+from tests.helpers.lightning_jobs import Plain, fit
 
 TIMEOUT_SECONDS = 6.0  # long enough for ranks that start on a busy machine
 
@@ -40,13 +38,11 @@ class Faulty(Plain):
 def by_trainer(fault: str, options: dict[str, Any]) -> None:
     module = Faulty()
     module.fault = fault
-    strategy = LegacyDDPStrategy(**options)
-    pl.Trainer(strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=1, **QUIET).fit(module, make_data(5))
+    fit(LegacyDDPStrategy(**options), module, batches=5)
 
 
 def by_fabric(fault: str, options: dict[str, Any]) -> None:
-    fabric = Fabric(strategy=LegacyDDPFabricStrategy(**options), accelerator="cpu", devices=RANKS)
-    fabric.launch()
+    fabric = start(LegacyDDPFabricStrategy(**options))
     model = fabric.setup(torch.nn.Linear(2, 1))
     for batch_idx in range(5):
         happen(fault, fabric.global_rank, batch_idx)

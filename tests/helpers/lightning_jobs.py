@@ -259,7 +259,7 @@ def normed_to_the_end(strategy: str, folder: Path) -> Result:
     """Statistics of BatchNorm where no validation follows, and in a checkpoint from the middle."""
     module = Normed()
     trainer = fit(strategy, module, max_epochs=2)
-    trainer.save_checkpoint(path := shared(folder, strategy, "normed.ckpt"))
+    trainer.save_checkpoint(path := folder / f"{strategy}-normed.ckpt")
     return {"state": state(module), "saved": dict(torch.load(path, weights_only=False)["state_dict"])}
 
 
@@ -330,7 +330,7 @@ def sharded(strategy: str, folder: Path) -> Result:
 
 def resumed(strategy: str, folder: Path) -> Result:
     first, second, whole = Plain(), Plain(), Plain()
-    path = shared(folder, strategy, "resumed.ckpt")
+    path = folder / f"{strategy}-resumed.ckpt"
     fit(strategy, first).save_checkpoint(path)
     trainer = pl.Trainer(strategy=strategy, max_epochs=2, **TRAINER)
     trainer.fit(second, make_data(6), ckpt_path=path)
@@ -374,11 +374,6 @@ def not_finite(strategy: str, folder: Path) -> Result:
     except NonFiniteGradientError as error:
         return {"error": str(error), "ranks": error.ranks}
     return {}
-
-
-def shared(folder: Path, strategy: Any, name: str) -> Path:
-    """A path that both ranks know."""
-    return folder / f"{strategy}-{name}"
 
 
 BOTH = ("ddp", "legacy_ddp")

@@ -69,7 +69,6 @@ def _word(text: str) -> str:
 
 
 def changed(operations: Sequence[Operation], position: int, **changes: Any) -> list[Operation]:
-    """The sequence with other fields in one operation."""
     return [replace(item, **changes) if index == position else item for index, item in enumerate(operations)]
 
 

@@ -161,7 +161,6 @@ def check_agreed(outcomes: list[Outcome], error: str, ranks: tuple[int, ...], *w
 
 
 def check_silent(outcomes: list[Outcome]) -> None:
-    """Nothing was raised, and training goes on."""
     for outcome in outcomes:
         assert outcome.error == "", outcome
         assert outcome.recovered

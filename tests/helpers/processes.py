@@ -153,7 +153,6 @@ def state(pid: int) -> str:
 
 
 def leave_open_files(count: int) -> None:
-    """Limit this process to ``count`` more open files."""
     *_, limit = islice((number for number in range(1024) if not _is_open(number)), count + 1)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 

@@ -114,13 +114,11 @@ class Stage:
         return int(self.read(f"pid {rank}"))
 
     def await_end_of(self, rank: int) -> None:
-        """Wait until the process of ``rank`` has ended."""
         end = os.pidfd_open(self.pid(rank))
         assert select.select([end], [], [], 30.0)[0]
         os.close(end)
 
     def await_waiting(self, ranks: Collection[int]) -> None:
-        """Wait until ``ranks`` wait in a call."""
         for rank in ranks:
             self.read(f"waiting {rank}")
 

@@ -165,8 +165,7 @@ def _watch(
 
 def _is_stopped(r: _Rank) -> bool:
     """Whether the process cannot end: it gets no time until somebody continues it."""
-    pid = r.host.process.pid
-    return pid is not None and processes.state(pid) == "T"
+    return processes.state(r.host.process.pid) == "T"
 
 
 def _release(ranks: Iterable[_Rank]) -> None:
@@ -224,7 +223,6 @@ def _blame_hung(ranks: list[_Rank], lost: Collection[int], survivors_exit: bool)
 
 def _stacks(ranks: list[_Rank]) -> list[str]:
     for r in ranks:
-        assert r.host.process.pid is not None
         with suppress(ProcessLookupError):
             os.kill(r.host.process.pid, STACK_SIGNAL)
     give_up = time.monotonic() + _SETTLE_SECONDS

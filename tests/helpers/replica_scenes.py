@@ -226,8 +226,6 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Observation(NamedTuple):
-    """The parts of a report."""
-
     identical: bool
     ranks: tuple[int, ...]
     minority: tuple[int, ...]

@@ -30,7 +30,6 @@ class Shown:
 
     @property
     def lines(self) -> list[tuple[list[int], list[float]]]:
-        """Steps and values of every line."""
         found = [item.data_source.data for item in self.glyphs(Line)]
         return [([*map(int, data["step"])], [*map(float, data["value"])]) for data in found]
 
@@ -104,7 +103,6 @@ def text_of(path: Path) -> str:
 
 
 def report(folder: Path, *traces: Path) -> list[Shown]:
-    """The sections of the report about these folders."""
     page = write_report(folder, *traces).read_text(encoding="utf-8")
     found = re.search(r"const docs_json = '(.*)';", page)
     # bokeh escapes for HTML, and backslashes for JavaScript.

@@ -118,7 +118,6 @@ def run_script(
     cwd: Path = ROOT,
     **options: Any,
 ) -> subprocess.CompletedProcess[str]:
-    """Start Python with these arguments."""
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,

@@ -94,9 +94,8 @@ class SimulatedDevice:
                 collective.done.wait()
         self.run_copies()
 
-    def run_copies(self, count: int | None = None) -> None:
-        """Run the first ``count`` of the copies to the host that wait, None for all."""
-        copies, self.copies = self.copies[:count], self.copies[len(self.copies[:count]) :]
+    def run_copies(self) -> None:
+        copies, self.copies = self.copies, []
         for target, values in copies:
             target.copy_(values)
 

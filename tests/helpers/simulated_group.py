@@ -24,8 +24,6 @@ BACKEND = "simccl"
 
 
 class SimulatedWork(Work):
-    """A collective on the device."""
-
     def __init__(self, collective: InFlight, results: list[torch.Tensor], *, waits: bool) -> None:
         super().__init__()
         self._collective = collective
@@ -77,7 +75,6 @@ class SimulatedGroup(dist.ProcessGroup):
         threading.Thread(target=self._serve, daemon=True).start()
 
     def shutdown(self) -> None:
-        """End the thread."""
         self._queue.put(None)
 
     def hold(self) -> None:
@@ -182,6 +179,4 @@ def register() -> None:
 def new_group() -> SimulatedGroup:
     """Collective: a group of all ranks for tensors of the device."""
     register()
-    group = dist.new_group(backend=BACKEND)
-    assert isinstance(group, SimulatedGroup)
-    return group
+    return dist.new_group(backend=BACKEND)

@@ -25,7 +25,6 @@ def sum_chunks_of(numel: int) -> None:
 
 
 def broadcast_chunks_of(size_bytes: int) -> None:
-    """A broadcast sends chunks of about this size."""
     broadcast.CHUNK_BYTES = size_bytes
 
 

@@ -67,17 +67,13 @@ class Listener:
     """A process with a status server. ``pid``: outside of its namespaces."""
 
     def __init__(self, process: "subprocess.Popen[str]", line: str) -> None:
-        endpoint = decode_endpoint(1, line.encode())
-        assert endpoint is not None
-        self.process, self.line, self.endpoint = process, line, endpoint
+        self.process, self.line, self.endpoint = process, line, decode_endpoint(1, line.encode())
         self.pid = _innermost_child(process.pid)
 
 
 @contextmanager
 def a_listener(*prefix: str) -> Iterator[Listener]:
-    """A listener, started by the command ``prefix``."""
     with _python(prefix, _LISTENER) as process:
-        assert process.stdout is not None
         yield Listener(process, process.stdout.readline())
 
 
@@ -88,13 +84,10 @@ def an_observer(*prefix: str) -> Iterator[Callable[[Listener], tuple[str, str, s
     Yields the look: the state in /proc, the state by two signs, and the outcome of a request.
     """
     with _python(prefix, _OBSERVER) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        requests, answers = process.stdin, process.stdout
 
         def look(listener: Listener) -> tuple[str, str, str]:
-            print(listener.line.strip(), file=requests, flush=True)
-            visible, state, outcome = json.loads(answers.readline())
+            print(listener.line.strip(), file=process.stdin, flush=True)
+            visible, state, outcome = json.loads(process.stdout.readline())
             return visible, state, outcome
 
         yield look

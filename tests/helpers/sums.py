@@ -110,15 +110,8 @@ def counted(window: Window) -> Window:
 
 
 def mixed_model(**options: Any) -> LegacyDistributedDataParallel:
-    """A wrapper of the parameters of a window."""
     sum_chunks_of(CHUNK)
     return wrap_reproducible([torch.ones(numel, dtype=dtype) for dtype in DTYPES for numel in SIZES], **options)
-
-
-def transport_line(model: LegacyDistributedDataParallel) -> str:
-    """The line about the transport in the text of the wrapper."""
-    (line,) = [text.strip() for text in repr(model).splitlines() if "transport:" in text]
-    return line
 
 
 # Gradients that are known on all ranks, and the sums that differ from sums by hand
@@ -127,14 +120,12 @@ SUMMED_SIZES = (1, 63, 64, 65, 4096, 3 * DEFAULT_CHUNK_NUMEL + 7)
 
 
 def every_dtype() -> nn.ParameterList:
-    """A parameter of each dtype and size."""
     return nn.ParameterList(
         [nn.Parameter(torch.zeros(numel, dtype=dtype)) for dtype, numel in product(cases.DTYPES, SUMMED_SIZES)]
     )
 
 
 def known_grad(rank: int, index: int, parameter: torch.Tensor, step: int) -> torch.Tensor:
-    """The gradient of a rank for the parameter with this index."""
     generator = torch.Generator().manual_seed(1000 * rank + 10 * index + step)
     return torch.randn(parameter.numel(), generator=generator, dtype=torch.float64).mul_(3.0).to(parameter.dtype)
 

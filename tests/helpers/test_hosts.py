@@ -45,7 +45,6 @@ def _hang(folder: Path) -> None:
 def _sleep_on(host: Host) -> "subprocess.Popen[str]":
     """A process that is there, and ends with its host."""
     sleeper = subprocess.Popen(host.command(sys.executable, "-c", SLEEP), stdout=subprocess.PIPE, text=True)
-    assert sleeper.stdout is not None
     sleeper.stdout.readline()
     return sleeper
 

@@ -65,11 +65,6 @@ def _wait_for_ever_in_a_named_function() -> None:
     threading.Event().wait()
 
 
-def _hang_on(guilty: int, rank: int) -> None:
-    if rank == guilty:
-        _wait_for_ever_in_a_named_function()
-
-
 def _hang_in_collective_on(guilty: int, rank: int) -> None:
     if rank == guilty:
         dist.all_reduce(torch.zeros(1))
@@ -164,13 +159,16 @@ FAILING = {
     "exits": Failing(partial(_die_on, 1, "_exit"), 2, "rank 1 died before returning: exit code 3", (1,)),
     "is killed": Failing(partial(_die_on, 1, "SIGKILL"), 2, "rank 1 died before returning: signal SIGKILL", (1,)),
     "is stuck in a collective": Failing(
-        partial(_hang_in_collective_on, 1), 2, r"rank 1 hung(.|\n)*in all_reduce", (0, 1), _SOON
+        partial(_hang_in_collective_on, 1),
+        2,
+        r"rank 0 hung(.|\n)*_wait_for_ever_in_a_named_function(.|\n)*rank 1 hung(.|\n)*in all_reduce",
+        (0, 1),
+        _SOON,
     ),
     "is stopped": Failing(partial(_die_on, 1, "SIGSTOP"), 2, r"rank 1 hung\n\(no stack", (1,), _SOON),
     "hangs after a failure": Failing(
         _raise_on_first_hang_on_others, 2, r"rank 1 hung \(perhaps because of the failure above\)", (0, 1)
     ),
-    "hangs": Failing(partial(_hang_on, 1), 2, "rank 1 hung(.|\n)*_wait_for_ever_in_a_named_function", (1,), _SOON),
     "cannot exit": Failing(_hang_on_exit, 1, "rank 0 did not exit after returning", (0,), {**_SOON, "fresh": True}),
     "cannot start": Failing(_identity, 2, "did not start", (0, 1), {"start_seconds": 0.0}),
     "is broken": Failing(partial(_die_at_exit_on, 0, "_exit"), 1, "rank 0 died after returning: exit code 3", (0,)),

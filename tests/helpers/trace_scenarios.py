@@ -121,7 +121,6 @@ def held(events: Sequence[Event]) -> Held:
 
 
 def contents_of(trace: RankTrace) -> Held:
-    """All sections and calls of a trace."""
     found: Held = {}
     for step in trace.steps:
         for phase in PHASES:
@@ -139,7 +138,6 @@ def contents_of(trace: RankTrace) -> Held:
 
 @contextmanager
 def trace_of(data: bytes) -> Iterator[RankTrace]:
-    """The trace with these bytes."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "rank-00000.jsonl")
         path.write_bytes(data)

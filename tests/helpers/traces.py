@@ -102,24 +102,14 @@ def write_trace(
 
 def section(rank: int, step: int, phase: str, names: tuple[str, ...], kind: str, planted: Planted) -> Section:
     """A section with digests derived from step, phase and position; of local gradients from the rank, too."""
-    digests: list[str | None] = []
-    norms: list[float | None] = []
-    nonfinite = {}
-    for index, name in enumerate(names):
-        of_rank = rank + 1 if phase == "local_gradients" else 0
-        held = (
-            f"{(step << 24) + (PHASES.index(phase) << 16) + (index << 8) + of_rank:016x}",
-            1.0 + index + step / 8,
-        )
-        if phase == "settings":
-            held = ("0.001", None)
-        digest, norm, *count = planted.get((rank, step, phase, name), held)
-        digests.append(digest)
-        norms.append(norm)
-        if count:
-            nonfinite[index] = count[0]
-    kinds = ("" if phase == "settings" else kind,) * len(names)
-    return Section(Names(phase, names, kinds), Values(tuple(digests), tuple(norms), nonfinite))
+    start = (step << 24) + (PHASES.index(phase) << 16) + (rank + 1 if phase == "local_gradients" else 0)
+    usual = [(f"{start + (index << 8):016x}", 1.0 + index + step / 8) for index in range(len(names))]
+    if phase == "settings":
+        usual, kind = [("0.001", None)] * len(names), ""
+    entries = [planted.get((rank, step, phase, name), held) for name, held in zip(names, usual, strict=True)]
+    digests, norms = (tuple(entry[at] for entry in entries) for at in range(2))
+    nonfinite = {index: count[0] for index, (_, _, *count) in enumerate(entries) if count}
+    return Section(Names(phase, names, (kind,) * len(names)), Values(digests, norms, nonfinite))
 
 
 def without(path: Path, gone: Callable[[bytes], bool]) -> None:

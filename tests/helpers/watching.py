@@ -28,7 +28,6 @@ def watch_command(*arguments: object) -> tuple[int, str, str]:
 
 
 def wait_for(look: Callable[[], Any]) -> Any:
-    """The first result of ``look`` that is true."""
     deadline = time.monotonic() + 30 * slowness()
     while not (found := look()):
         assert time.monotonic() < deadline, "what the test waits for did not come"

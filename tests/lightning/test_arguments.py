@@ -18,7 +18,6 @@ BOTH = pytest.mark.parametrize("strategy", ["LegacyDDPStrategy", "LegacyDDPFabri
 
 @pytest.fixture
 def strategy(request: pytest.FixtureRequest) -> type:
-    """The class of this name."""
     from legacy_ddp import lightning
 
     return getattr(lightning, request.param)

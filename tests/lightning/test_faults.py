@@ -2,9 +2,9 @@
 
 import os
 import signal
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -19,18 +19,9 @@ FAULTS = str(ROOT / "tests" / "helpers" / "lightning_faults.py")
 JOBS = (("trainer", "raise"), ("trainer", "hang"), ("fabric", "hang"))
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A job that has ended: its exit status, what it wrote, and whether the process that was rank 1 is gone."""
-
-    status: int
-    output: str
-    leaves_nothing: bool
-
-
 @cache
-def ended() -> dict[tuple[str, str], Ended]:
-    """All jobs, at the same time, because they wait most of it."""
+def ended() -> dict[tuple[str, str], tuple[CompletedProcess[str], bool]]:
+    """All jobs, at the same time, because they wait most of it; whether the process that was rank 1 is gone."""
     with TemporaryDirectory() as folder:
         folders = [Path(folder, "-".join(job)) for job in JOBS]
         for mine in folders:
@@ -40,7 +31,7 @@ def ended() -> dict[tuple[str, str], Ended]:
             runs = fork_scripts(commands, [{}] * len(JOBS), forks_children=True, preloaded=LOADED)
         finally:
             gone = [_end(mine / "pid-1") for mine in folders]
-    return {job: Ended(run.returncode, run.stderr, is_gone) for job, run, is_gone in zip(JOBS, runs, gone, strict=True)}
+    return dict(zip(JOBS, zip(runs, gone, strict=True), strict=True))
 
 
 def _end(pid_file: Path) -> bool:
@@ -54,26 +45,26 @@ def _end(pid_file: Path) -> bool:
 
 @pytest.mark.thorough
 def test_an_exception_on_one_rank_is_shown_and_ends_the_other() -> None:
-    job = ended()["trainer", "raise"]
+    job, is_gone = ended()["trainer", "raise"]
 
-    assert "ValueError: planted on rank 1" in job.output
-    assert job.leaves_nothing
+    assert "ValueError: planted on rank 1" in job.stderr
+    assert is_gone
     # Lightning's observer kills rank 0 if it looks, every five seconds, between the end of rank 1 and our error.
-    assert job.status == -signal.SIGKILL or (
-        job.status == 1 and "PeerLostError: " in job.output and "missing rank 1" in job.output
+    assert job.returncode == -signal.SIGKILL or (
+        job.returncode == 1 and "PeerLostError: " in job.stderr and "missing rank 1" in job.stderr
     ), job
 
 
 @pytest.mark.parametrize("framework", ["trainer", "fabric"])
 @pytest.mark.thorough
 def test_a_rank_that_hangs_is_named_with_its_line_and_does_not_outlive_the_job(framework: str) -> None:
-    job = ended()[framework, "hang"]
+    job, is_gone = ended()[framework, "hang"]
 
-    assert job.status == 1, job
-    assert "SyncTimeoutError: " in job.output
-    assert "no answer within 6 s; missing rank 1" in job.output
-    assert "in happen" in job.output  # the function it hangs in
-    assert job.leaves_nothing
+    assert job.returncode == 1, job
+    assert "SyncTimeoutError: " in job.stderr
+    assert "no answer within 6 s; missing rank 1" in job.stderr
+    assert "in happen" in job.stderr  # the function it hangs in
+    assert is_gone
 
 
 def test_a_process_that_an_exception_ends_takes_those_along_that_it_launched(tmp_path: Path) -> None:

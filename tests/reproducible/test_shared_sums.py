@@ -16,9 +16,9 @@ from tests.helpers.cases import all_bits, get_gradients
 from tests.helpers.hosts import on_host
 from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import Said, error_of
+from tests.helpers.small_models import Said, error_of, transport_line
 from tests.helpers.small_sizes import move_gradients_from
-from tests.helpers.sums import bring, counted, mixed_model, mixed_window, take, transport_line, wrap_reproducible
+from tests.helpers.sums import bring, counted, mixed_model, mixed_window, take, wrap_reproducible
 from tests.helpers.tiers import thorough
 
 in_host_memory = pytest.mark.parametrize("transport", ["host"], indirect=True)
