@@ -211,13 +211,10 @@ def _read(
         or not {gid, gids, uid, umask} <= {None, -1}
     ):
         return None
-    variables = dict(os.environ) if environment is None else _decoded(environment)
+    variables = dict(os.environ)
+    if environment is not None:
+        variables = dict(os.fsdecode(variable).split("=", 1) for variable in environment)
     return _Start(command, is_unbuffered, variables, folder, start_new_session, process_group)
-
-
-def _decoded(environment: Sequence[bytes]) -> dict[str, str]:
-    pairs = (os.fsdecode(variable).partition("=") for variable in environment)
-    return {name: value for name, _, value in pairs}
 
 
 def _interpreter_settings(environment: dict[str, str]) -> dict[str, str]:

@@ -207,8 +207,7 @@ def example(world_size: int, script: str, *arguments: str, **options: Any) -> su
 
 
 def load(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(path, weights_only=True)
-    return state
+    return torch.load(path, weights_only=True)
 
 
 def assert_same_bits(left: Any, right: Any, where: str = "checkpoint") -> None:
