@@ -16,24 +16,22 @@ from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 from tests.helpers.small_models import wrap_on_device
 from tests.helpers.torch_versions import needs_simulation
-from tests.test_devices import SUMS, _batches, _metrics, _model, _step, _train_in_one_process
+from tests.test_devices import SUMS, _metrics, _model, _train, _train_in_one_process
 
 pytestmark = needs_simulation
 
 
-def _train(rank: int, group: Any) -> list[torch.Tensor]:
-    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for batches in _batches()[:, rank::2].to("sim"):
-        _step(model, optimizer, batches)
-    return [parameter.detach().cpu() for parameter in model.parameters()]
+def _train_on_device(rank: int, group: Any) -> list[torch.Tensor]:
+    with torch.device("sim"):
+        weights, _ = _train(rank, {"process_group": group})
+    return [weight.detach().cpu() for weight in weights]
 
 
 def _trains_without_doubles(rank: int) -> tuple[list[torch.Tensor], dict[str, float], int]:
     """The weights; the metrics of a call, and the waits in it."""
     group = new_group()
     device.has_float64 = False
-    weights = _train(rank, group)
+    weights = _train_on_device(rank, group)
     model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
     model(torch.ones(1, 3, device="sim")).sum().backward()
     metrics = _metrics(rank, "sim")
@@ -51,7 +49,7 @@ def test_a_device_without_doubles_trains_alike_and_its_metrics_keep_the_digits_o
 def _trains_without_waits(rank: int) -> tuple[list[torch.Tensor], list[str]]:
     group = new_group()
     group.waits = False
-    return _train(rank, group), device.races
+    return _train_on_device(rank, group), device.races
 
 
 def test_waits_that_do_nothing_are_found_as_races_and_give_other_weights() -> None:

@@ -351,8 +351,6 @@ _NOT_THE_SAME: dict[str, tuple[Any, ...]] = {
     "different": ([(0, 1, 2)] * CALLS,),
     "dropout that differs by rank": (_SAME, 0.5),
     "nine calls": (([(0, 0, 2)] * 9 + [(0, 1, 2)]) * 3,),
-    # somebody is always identical to somebody, nobody to the same one for long
-    "changing": (([(0, 0, 1)] * 8 + [(0, 1, 1)] * 8) * 2,),
     "allowed": (_SAME, 0.0, Checks(same_data="allow")),
     "off": (_SAME, 0.0, Checks(level="off")),
 }
