@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from tests.helpers.hosts import Hosts, leave_facts
-from tests.helpers.ranks import slowness
+from tests.helpers.processes import slowness
 
 TIMEOUT_SECONDS = 6.0
 STEPS_BEFORE = 5

@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 from legacy_ddp._ranks import first_meeting
 from tests.helpers.paths import ROOT
+from tests.helpers.processes import slowness
 
 _TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 _UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--pid", "--mount-proc", "--fork", "--kill-child")
@@ -165,7 +166,7 @@ class Job:
             HostFailure: a host did not end in time, or, with ``check``, had an exit code other than 0.
         """
         __tracebackhide__ = True
-        deadline = time.monotonic() + timeout_seconds
+        deadline = time.monotonic() + timeout_seconds * slowness()
         try:
             late = [host.name for host, process, _ in self._started if not _ended(process, deadline)]
         finally:

@@ -1,4 +1,5 @@
-"""Threads, children and open files of processes, from /proc: any of them may end between listing and reading."""
+"""Threads, children and open files of processes, from /proc: any of them may end between listing and reading. And the
+load of the machine."""
 
 import logging
 import os
@@ -25,6 +26,11 @@ from legacy_ddp._log import is_configured
 
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+
+
+def slowness() -> float:
+    """By how much limits of time grow with the load of the machine: they are for hanging, not for waiting."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def process_state() -> dict[str, object]:

@@ -59,11 +59,6 @@ class _Rank:
             self.fault, self.fault_order = f"rank {self.rank} {fault}", (order, at)
 
 
-def slowness() -> float:
-    """By how much limits of time grow with the load of the machine: they are for hanging, not for waiting."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
@@ -110,7 +105,7 @@ def run_ranks(
                     r.host.send(
                         Job(r.rank, world_size, call, store, Path(directory), is_last, transports.environment())
                     )
-            slow = slowness()
+            slow = processes.slowness()
             _watch(ranks, slow * timeout_seconds, slow * start_seconds, lost, survivors_exit)
             _blame_hung(ranks, lost, survivors_exit)
         finally:

@@ -15,7 +15,7 @@ from legacy_ddp._watchdog.process import Sample
 from legacy_ddp._watchdog.server import StatusServer
 from legacy_ddp._watchdog.status import Row
 from legacy_ddp.debug._cli import main
-from tests.helpers.ranks import slowness
+from tests.helpers.processes import slowness
 
 _PAUSE_SECONDS = 0.05
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, PeerError, all_reduce_gradients
 from legacy_ddp.debug import check_replicas, cross_check
-from tests.helpers.ranks import run_ranks, slowness
+from tests.helpers.processes import slowness
+from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import run_script
 
 

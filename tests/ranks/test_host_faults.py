@@ -19,8 +19,9 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel as Wrapper
 from legacy_ddp import LostPeerError
 from tests.helpers.hosts import on_host
+from tests.helpers.processes import slowness
 from tests.helpers.rank_faults import do_when, error_after_interrupt
-from tests.helpers.ranks import run_ranks, slowness
+from tests.helpers.ranks import run_ranks
 from tests.helpers.small_sizes import sum_chunks_of
 from tests.helpers.tiers import thorough
 

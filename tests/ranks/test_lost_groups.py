@@ -24,9 +24,9 @@ from legacy_ddp import (
     LostPeerError,
     PeerError,
 )
-from tests.helpers.processes import leave_open_files
+from tests.helpers.processes import leave_open_files, slowness
 from tests.helpers.rank_faults import do_when, error_after_interrupt
-from tests.helpers.ranks import run_ranks, slowness
+from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
 
 # Nothing is to take as long as the timeout, which is 30 s where no rank is silent.

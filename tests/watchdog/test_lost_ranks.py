@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import processes, rank_faults
+from tests.helpers.processes import slowness
 from tests.helpers.rank_faults import Scene, Seen, Stage, do_when, play
-from tests.helpers.ranks import run_ranks, slowness
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import thorough
 
 # Promised: an error within timeout_seconds and this much more.
