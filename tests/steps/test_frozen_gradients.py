@@ -97,11 +97,6 @@ def _thawed_again_before_the_call(loop: Loop) -> None:
     loop.call()
 
 
-def _never_thawed(loop: Loop) -> None:
-    loop.backward()
-    loop.call()
-
-
 def _given_by_hand(loop: Loop) -> None:
     """The script reduces this layer in its own way: the tensor is the script's own."""
     _frozen_again(loop)
@@ -126,7 +121,6 @@ SILENT = {
         _cleared_in_place,
         _frozen_after_the_call,
         _thawed_again_before_the_call,
-        _never_thawed,
         _given_by_hand,
         _local_step,
         _not_in_the_optimizer,

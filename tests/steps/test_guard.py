@@ -10,11 +10,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from legacy_ddp import PeerError, PeerLostError, UnsynchronizedStepError
+from legacy_ddp import PeerLostError, UnsynchronizedStepError
 from tests.helpers.guarded import Model, assert_guards, assert_steps, backward, net, refused
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
-from tests.helpers.small_models import error_of
 
 
 class _OwnOptimizer(Optimizer):
@@ -70,33 +69,6 @@ def test_the_error_names_the_optimizer_the_parameters_and_what_to_do() -> None:
     assert (error.parameter, error.ranks, error.call, error.phase) == ("0.weight", (), None, None)
 
 
-@pytest.mark.usefixtures("alone")
-def test_one_parameter_that_backward_reached_after_the_call_is_enough() -> None:
-    model = Model(net())
-    optimizer = SGD(model.parameters(), lr=0.1)
-    backward(model)
-    model.all_reduce()
-    model(torch.ones(1, 3)).sum().backward(inputs=[model.module[2].bias])
-    with refused(model, optimizer) as caught:
-        optimizer.step()
-
-    assert "last backward:\n  parameter '2.bias' of the wrapped Sequential\ncall" in str(caught.value)
-    assert caught.value.parameter == "2.bias"
-    assert_steps(model, SGD([model.module[0].weight], lr=0.1))  # holds reduced ones only
-
-
-def _exception_out_of_no_sync(model: Model) -> None:
-    with suppress(KeyError), model.no_sync(), model.no_sync():
-        backward(model)
-        raise KeyError
-
-
-def _no_sync_of_another_wrapper(model: Model) -> None:
-    with Model(net()).no_sync():
-        backward(model)
-    Model(net()).all_reduce()
-
-
 def _cast_between(model: Model) -> None:
     model.double()
     model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
@@ -115,15 +87,7 @@ def _planned_anew_after_backward(model: Model) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    "program",
-    [
-        _exception_out_of_no_sync,
-        _no_sync_of_another_wrapper,
-        _cast_between,
-        _planned_anew_after_backward,
-    ],
-)
+@pytest.mark.parametrize("program", [_cast_between, _planned_anew_after_backward])
 def test_a_step_on_gradients_of_this_rank_alone_is_refused_until_the_call_is_made(
     program: Callable[[Model], None],
 ) -> None:
@@ -225,19 +189,6 @@ def test_a_step_inside_of_backward_without_new_gradients_of_this_rank_alone_is_n
     _AFTER(model.module, _Stepper(optimizer))
 
     program(model, optimizer)
-
-
-@pytest.mark.usefixtures("alone")
-def test_hooks_of_the_user_on_the_parameters_hide_nothing() -> None:
-    module, seen = net(), []
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(seen.append)
-    model = Model(module)
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(seen.append)
-
-    assert_guards(model, SGD(model.parameters(), lr=0.1))
-    assert len(seen) == 8
 
 
 @pytest.mark.usefixtures("alone")
@@ -349,31 +300,6 @@ def test_the_other_ranks_name_a_rank_without_the_call_when_it_ends() -> None:
 
     assert first[:2] == (2, "PeerLostError")
     assert second == (2, "UnsynchronizedStepError", first[2])
-
-
-@on_ranks(2, [(True, False)] * 2)
-def test_a_rank_that_skipped_may_step_with_gradients_of_the_other_ranks(rank: int) -> tuple[bool, bool]:
-    model = Model(net())
-    optimizer = SGD(model.parameters(), lr=0.1)
-    backward(model, 1.0 + rank)
-    model.all_reduce(skip=rank == 1)
-    stepped = error_of(optimizer.step) is None
-    backward(model)
-    return stepped, error_of(optimizer.step) is None
-
-
-@on_ranks(2, [("PeerError", True, True)] * 2)
-def test_an_agreed_error_that_is_swallowed_leaves_the_step_refused_on_every_rank(rank: int) -> tuple[str, bool, bool]:
-    model = Model(net())
-    optimizer = SGD(model.parameters(), lr=0.1)
-    backward(model)
-    try:
-        model.all_reduce("wrong" if rank else None)  # type: ignore[arg-type]
-    except PeerError as error:
-        said = type(error).__name__
-    is_refused = error_of(optimizer.step) is not None
-    model.all_reduce()
-    return said, is_refused, error_of(optimizer.step) is None
 
 
 @on_ranks(2)

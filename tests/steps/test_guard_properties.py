@@ -61,18 +61,12 @@ def _expect(parameters: dict[str, _Parameter], operation: Operation) -> bool:
     return False
 
 
-class _Holder(nn.Module):
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        super().__init__()
-        for name, parameter in parameters.items():
-            self.register_parameter(name, parameter)
-
-
 class _Program:
     def __init__(self) -> None:
         self.parameters = {name: nn.Parameter(torch.zeros(2)) for name in NAMES}
         self.models = [
-            LegacyDistributedDataParallel(_Holder({name: self.parameters[name] for name in held})) for held in HOLDS
+            LegacyDistributedDataParallel(nn.ParameterDict({name: self.parameters[name] for name in held}))
+            for held in HOLDS
         ]
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=1.0)
 

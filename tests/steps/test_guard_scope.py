@@ -1,7 +1,9 @@
-"""Steps that the guard accepts: of correct programs, on unguarded parameters, and with the call in a pre-hook."""
+"""Steps that the guard accepts: of correct programs, on unguarded parameters, and with the call in a pre-hook.
+
+Also: the scope of a guard, and that a failed construction leaves none.
+"""
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
@@ -15,10 +17,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from legacy_ddp import Checks, UnsynchronizedStepError, all_reduce_gradients
-from tests.helpers import logged_warnings
+from legacy_ddp import Checks, LayoutError, LegacyDDPError, UnsynchronizedStepError, all_reduce_gradients
 from tests.helpers.guarded import Model, assert_guards, assert_steps, backward, net, refused
 from tests.helpers.paths import ROOT
+from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 
 
 def _evaluation(model: Model, optimizer: Optimizer) -> None:
@@ -29,23 +32,6 @@ def _evaluation(model: Model, optimizer: Optimizer) -> None:
     with torch.inference_mode():
         model(torch.ones(2, 3))
     torch.autograd.grad(model.train()(torch.ones(2, 3)).sum(), list(model.parameters()))
-    optimizer.step()
-
-
-def _backward_in_no_sync(model: Model, optimizer: Optimizer) -> None:
-    with model.no_sync():
-        backward(model)
-    model.all_reduce()
-    optimizer.step()
-
-
-def _accumulation(model: Model, optimizer: Optimizer) -> None:
-    for _ in range(3):
-        with model.no_sync():
-            backward(model)
-            model.all_reduce()
-    backward(model)
-    model.all_reduce()
     optimizer.step()
 
 
@@ -60,7 +46,7 @@ def _other_parameters(model: Model, optimizer: Optimizer) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("program", [_evaluation, _backward_in_no_sync, _accumulation, _other_parameters])
+@pytest.mark.parametrize("program", [_evaluation, _other_parameters])
 def test_a_correct_program_is_not_refused_and_stays_guarded(program: Callable[[Model, Optimizer], None]) -> None:
     model = Model(net())
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -82,53 +68,6 @@ def test_layers_that_are_ignored_may_step_by_themselves() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_two_wrappers_trained_against_each_other_are_not_refused(set_to_none: bool) -> None:
-    generator, critic = Model(nn.Linear(3, 3)), Model(net())
-    optimizers = [SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
-
-    for _ in range(3):
-        optimizers[0].zero_grad(set_to_none)
-        backward(nn.Sequential(generator, critic))  # leaves gradients in the critic as well
-        generator.all_reduce()
-        optimizers[0].step()
-        optimizers[1].zero_grad(set_to_none)
-        critic(generator(torch.ones(2, 3)).detach()).sum().backward()
-        critic.all_reduce()
-        optimizers[1].step()
-    assert not logged_warnings.take()
-    optimizers[0].zero_grad(set_to_none)
-    backward(nn.Sequential(generator, critic))
-    generator.all_reduce()
-    with pytest.raises(UnsynchronizedStepError):
-        optimizers[1].step()
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("caller", [0, "function"])
-def test_one_call_is_enough_for_a_parameter_that_several_share(caller: Any) -> None:
-    trunk = nn.Linear(3, 3)
-    models = [Model(nn.Sequential(trunk, nn.Linear(3, 1))) for _ in range(2)]
-    optimizer = SGD(trunk.parameters(), lr=0.1)
-    call = partial(all_reduce_gradients, trunk) if caller == "function" else models[caller].all_reduce
-
-    for _ in range(2):
-        for model in models:
-            backward(model)
-        with refused(trunk, optimizer):
-            optimizer.step()
-        call()
-        assert_steps(trunk, optimizer)
-        backward(models[0])
-        with refused(trunk, optimizer):
-            optimizer.step()
-        with models[1].no_sync():
-            assert_steps(trunk, optimizer)
-        for model in models:
-            model.zero_grad()
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("checks", ["off", Checks(unsynchronized_step="allow")])
 @pytest.mark.parametrize("first", [True, False])
 def test_of_wrappers_that_share_one_that_guards_is_enough(checks: Any, first: bool) -> None:
@@ -138,15 +77,6 @@ def test_of_wrappers_that_share_one_that_guards_is_enough(checks: Any, first: bo
         both = [Model(nn.Sequential(trunk)), Model(trunk, checks=checks)]
     for model in both:
         assert_guards(model, SGD(trunk.parameters(), lr=0.1))
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("checks", ["off", Checks(unsynchronized_step="allow")])
-def test_the_guard_can_be_switched_off(checks: str | Checks) -> None:
-    model = Model(net(), checks=checks)
-    backward(model)
-
-    assert_steps(model, SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.usefixtures("alone")
@@ -173,34 +103,6 @@ def test_a_copy_guards_its_own_parameters(duplicate: Callable[[Model], Model]) -
         assert_guards(other, SGD(other.parameters(), lr=0.1))
     with pytest.raises(UnsynchronizedStepError):
         SGD(model.parameters(), lr=0.1).step()
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_module_that_is_not_wrapped_any_more_steps_freely() -> None:
-    model = Model(net())
-    module = model.module
-    backward(model)
-    del model
-    gc.collect()
-
-    assert_steps(module, SGD(module.parameters(), lr=0.1))
-    backward(module)
-    assert_steps(module, SGD(module.parameters(), lr=0.1))
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_late_layer_is_guarded_from_its_first_call_on() -> None:
-    model = Model(net())
-    model.module.append(nn.Linear(1, 1))
-    backward(model)
-    model.all_reduce()
-    late = SGD(model.module[3].parameters(), lr=0.1)
-    late.step()
-    backward(model)
-    with refused(model, late) as caught:
-        late.step()
-
-    assert caught.value.parameter == "3.weight"
 
 
 _FRESH = """
@@ -232,6 +134,23 @@ def test_importing_registers_nothing_and_unpickling_guards_in_a_process_without_
     assert (run.returncode, run.stdout, run.stderr) == (0, "refused\n", "")
 
 
+@pytest.mark.usefixtures("alone")
+def test_one_parameter_of_a_late_layer_that_backward_reached_after_the_call_is_enough() -> None:
+    model = Model(net())
+    model.module.append(nn.Linear(1, 1))
+    backward(model)
+    model.all_reduce()
+    late = SGD(model.module[3].parameters(), lr=0.1)
+    late.step()
+    model(torch.ones(1, 3)).sum().backward(inputs=[model.module[3].bias])
+    with refused(model, late) as caught:
+        late.step()
+
+    assert "last backward:\n  parameter '3.bias' of the wrapped Sequential\ncall" in str(caught.value)
+    assert caught.value.parameter == "3.bias"
+    assert_steps(model, SGD([model.module[0].weight], lr=0.1))  # holds reduced ones only
+
+
 class Critic(nn.Sequential):
     """A class of its own, to be named."""
 
@@ -256,8 +175,10 @@ def _call_before_step(optimizer: Optimizer, model: Model) -> Any:
 
 @pytest.mark.usefixtures("alone")
 def test_the_call_may_be_made_by_a_pre_hook_of_the_optimizer() -> None:
-    model = Model(net())
+    """Another pre-hook makes no call, and runs once in each step."""
+    model, seen = Model(net()), []
     optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(1))
     handle = _call_before_step(optimizer, model)
     for _ in range(3):
         backward(model)
@@ -272,21 +193,7 @@ def test_the_call_may_be_made_by_a_pre_hook_of_the_optimizer() -> None:
     other = _call_before_step(optimizer, model)  # behind the guard's own place, which then moves on
     assert_steps(model, optimizer)
     other.remove()
-
-
-@pytest.mark.usefixtures("alone")
-def test_pre_hooks_that_do_not_call_hide_nothing() -> None:
-    model, seen = Model(net()), []
-    optimizer = SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: seen.append(1))
-    backward(model)
-    for _ in range(2):
-        with refused(model, optimizer):
-            optimizer.step()
-    model.all_reduce()
-    assert_steps(model, optimizer)
-
-    assert len(seen) == 3
+    assert len(seen) == 6
 
 
 @pytest.mark.usefixtures("alone")
@@ -311,3 +218,60 @@ def test_an_optimizer_that_was_guarded_behind_its_own_hooks_is_copied_and_pickle
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert other.state_dict() == optimizer.state_dict()
         assert not other._optimizer_step_pre_hooks
+
+
+# A failed construction leaves nothing on the module
+
+
+def _count_hooks(module: nn.Module) -> int:
+    """The hooks on gradients of its parameters."""
+    return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters())
+
+
+def _other_layouts(rank: int) -> tuple[nn.Module, type[LegacyDDPError]]:
+    return nn.Sequential(net(), nn.Linear(1, 1 + rank)), LayoutError
+
+
+class _Interrupting(nn.Linear):
+    """Ctrl-C while the wrapper sends buffers, behind what all ranks agreed on."""
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        if _count_hooks(self):
+            raise KeyboardInterrupt
+        return super().named_buffers(*args, **kwargs)
+
+
+def _interrupted(_: int) -> tuple[nn.Module, type[BaseException]]:
+    return _Interrupting(3, 1), KeyboardInterrupt
+
+
+def _train_alone(make: Callable[[int], tuple[nn.Module, type[BaseException]]], rank: int) -> tuple[int, bool]:
+    module, expected = make(rank)
+    with pytest.raises(expected) as caught:  # keeps the error, its frames, and so the wrapper
+        Model(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    weight = next(module.parameters())
+    before = weight.detach().clone()
+    backward(module)
+    optimizer.step()  # of the plain module, on this rank alone
+    stepped = torch.equal(weight, before - 0.5 * weight.grad)
+    assert caught.value is not None
+    return _count_hooks(module), stepped
+
+
+@pytest.mark.parametrize("make, world_size", [(_other_layouts, 2), (_interrupted, 1)])
+def test_a_module_whose_wrapper_failed_is_trained_without_it(
+    make: Callable[[int], tuple[nn.Module, type[BaseException]]], world_size: int
+) -> None:
+    assert run_ranks(partial(_train_alone, make), world_size) == [(0, True)] * world_size
+
+
+@on_ranks(2, [True, True])
+def test_a_second_wrapper_does_not_use_the_settings_of_the_first(rank: int) -> bool:
+    module = net()
+    with pytest.raises(LayoutError) as caught:
+        Model(module, buffer_size=1 + rank)
+    model = Model(module, checks=Checks(unsynchronized_step="allow"))
+    backward(model)
+    assert_steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return caught.value.ranks == ()
