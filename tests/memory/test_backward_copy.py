@@ -221,21 +221,6 @@ def test_without_bucket_views_gradients_stay_where_backward_made_them(rank: int)
     return _moved(net.large)
 
 
-@on_ranks(2, [[[2.0]] * 4 + [True]] * 2)
-def test_layers_that_are_added_later_move_with_the_others(rank: int) -> list[Any]:
-    wrapped = _wrap()
-    net: Any = wrapped.module
-    net.added = nn.Parameter(torch.ones(LARGE))
-    values = []
-    for _ in range(2):
-        wrapped.zero_grad()
-        (wrapped(1.0 + 2 * rank) + net.added.sum() * (1 + 2 * rank)).backward()
-        wrapped.all_reduce()
-        values += [net.large.grad.unique().tolist(), net.added.grad.unique().tolist()]
-    values.append(_adjacent(net.added, net.large))
-    return values
-
-
 def _two_threads(rank: int) -> tuple[int, int]:
     """Of 40 first backward passes in two threads: how many end in a wrong mean, and how many flat tensors are made."""
     sys.setswitchinterval(1e-6)

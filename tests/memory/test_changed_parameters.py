@@ -9,7 +9,8 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, UnsynchronizedStepError, all_reduce_gradients
 from tests.helpers.shared_jobs import run_cases
-from tests.helpers.small_models import Net, add_gradients, error_of, gradient_values, step, wrap
+from tests.helpers.small_models import Net, add_gradients, error_of, gradient_values, step
+from tests.helpers.small_sizes import SMALLEST_MOVED_BYTES, move_gradients_from
 
 # Calls after the parameters changed: the next call uses the new parameters
 
@@ -41,7 +42,8 @@ _CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _change_between_steps(rank: int, how: str) -> list[Any]:
+def _change_between_steps(rank: int, how: str, smallest_moved: int) -> list[Any]:
+    move_gradients_from(smallest_moved)
     net = Net()
     model = LegacyDistributedDataParallel(net)
     step(model, rank)
@@ -62,23 +64,12 @@ def _change_between_steps(rank: int, how: str) -> list[Any]:
 
 
 def test_the_next_call_follows_whatever_changed_after_wrapping() -> None:
-    for how, of_ranks in run_cases(_change_between_steps, 2, {how: (how,) for how in _CHANGES}).items():
+    """Also where gradients move to their slots during backward."""
+    cases = {f"{how}, {size}": (how, size) for how in _CHANGES for size in (SMALLEST_MOVED_BYTES, 0)}
+    for how, of_ranks in run_cases(_change_between_steps, 2, cases, fresh=True).items():
         for seen in of_ranks:
             for mean, (grads, trainable) in zip([2.5, 3.5], seen, strict=True):
                 assert grads == dict.fromkeys(trainable, mean), how
-
-
-@pytest.mark.usefixtures("alone")
-def test_parameters_that_were_all_replaced_are_counted_from_the_second_call_on() -> None:
-    model = wrap()
-    model.module.weight = nn.Parameter(torch.ones(1, 2))
-
-    counts = []
-    for _ in range(2):
-        add_gradients(model, 1)
-        counts.append(model.all_reduce().rows[0].micro_batches)
-
-    assert counts == [0, 1]  # nobody saw the new one before the first call
 
 
 def _untie(rank: int, guilty: tuple[int, ...]) -> list[Any]:

@@ -124,9 +124,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     # The names of all modules end to end stay the same, and the names of the parameters do not.
     "moves a name": lambda net: net[1].register_parameter("scale", net[0]._parameters.pop("scale")),
     "fills the other place": lambda net: net[2]._modules.update(first=None, second=net[2].first),
-    "replaces": lambda net: setattr(net[0], "scale", _parameter()),
-    "removes": lambda net: delattr(net[0], "scale"),
-    "adds": lambda net: net.append(nn.Linear(1, 1, bias=False)),
     "empties": lambda net: setattr(net[0], "scale", None),
     "renames": lambda net: setattr(net, "_modules", {f"layer{name}": child for name, child in net._modules.items()}),
     "hides": lambda net: setattr(net[2], "__class__", _HiddenModule),

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.small_models import KINDS
 
 Model = LegacyDistributedDataParallel
 Call = Callable[..., Any]
@@ -107,11 +108,7 @@ def _hooked(net: nn.Module) -> Call:
 
 
 CALLS: dict[str, Callable[[nn.Module], Call]] = {
-    "wrapper": lambda net: Model(net).all_reduce,
-    "without views": lambda net: Model(net, gradient_as_bucket_view=False).all_reduce,
-    "off": lambda net: Model(net, checks="off").all_reduce,
-    "detail": lambda net: Model(net, checks="detail").all_reduce,
-    "reproducible": lambda net: Model(net, reproducible=True).all_reduce,
+    **{kind: lambda net, options=options: Model(net, **options).all_reduce for kind, options in KINDS.items()},
     "hook": _hooked,
     "function": lambda net: partial(all_reduce_gradients, net),
 }
@@ -161,7 +158,7 @@ def _train_in_all(rank: int) -> list[str]:
         # A gradient of this size would move during backward.
         wrong += _train(rank, call, "flat", dtype=torch.float32, numel=2**15, size=None)
     for dtype in (torch.float16, torch.bfloat16, torch.complex64):
-        wrong += _train(rank, "wrapper", "flat", dtype=dtype, numel=4, size=2)
+        wrong += _train(rank, "info", "flat", dtype=dtype, numel=4, size=2)
     return wrong
 
 
