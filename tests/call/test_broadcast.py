@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
+from tests.helpers.cases import bits_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, gradient_values, wrap
@@ -59,18 +60,14 @@ def _pattern(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return bits.view(dtype).view(shape)
 
 
-def _bits(tensor: torch.Tensor) -> list[int]:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
-
-
-def _broadcast_dtypes(rank: int, as_buffers: bool) -> list[list[list[int]]]:
+def _broadcast_dtypes(rank: int, as_buffers: bool) -> list[list[object]]:
     """Bits after a broadcast from each rank in turn."""
     seen = []
     for src in range(dist.get_world_size()):
         tensors = [_pattern(rank, dtype, 3, 5) for dtype in _DTYPES]
         model = _wrap(_Tensors(tensors, as_buffers=as_buffers))
         (model.broadcast_buffers if as_buffers else model.broadcast_parameters)(src)
-        seen.append([_bits(tensor) for tensor in model.state_dict().values()])
+        seen.append([bits_of(tensor) for tensor in model.state_dict().values()])
     return seen
 
 
@@ -78,7 +75,7 @@ _KINDS = {"parameters": (False,), "buffers": (True,)}
 
 
 def test_every_dtype_arrives_bit_by_bit_from_every_source() -> None:
-    expected = [[_bits(_pattern(src, dtype, 3, 5)) for dtype in _DTYPES] for src in range(3)]
+    expected = [[bits_of(_pattern(src, dtype, 3, 5)) for dtype in _DTYPES] for src in range(3)]
 
     assert run_cases(_broadcast_dtypes, 3, _KINDS) == {kind: [expected] * 3 for kind in _KINDS}
 

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from legacy_ddp import LegacyDistributedDataParallel
-from tests.helpers.cases import Part, bits_of, get_gradients, set_gradients, wrap_module
+from tests.helpers.cases import Part, get_gradients, set_gradients, wrap_module
 from tests.helpers.comm_hooks import at_once, mean
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
-from tests.helpers.small_models import add_gradients, gradient_values, step, tanh_net, wrap
+from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
 
 GRADS = [[torch.tensor([1.0, 2.0]), torch.tensor([7.0]), None], [torch.tensor([3.0, 6.0]), None, None]]
 MEANS: dict[str, tuple[tuple[Part, Part], list[Any]]] = {
@@ -65,7 +64,6 @@ _GRADS_AFTERWARDS = [
 
 @on_ranks(2, [(_SHOWN, _GRADS_AFTERWARDS)] * 2)
 def test_a_hook_sees_every_bucket_with_shapes_strides_and_parameters(rank: int) -> tuple[list[Any], list[Any]]:
-    """What a hook sees of parameters of three dtypes and odd strides."""
     parameters = [
         torch.ones(2, 3).t(),
         torch.ones(2, dtype=torch.float64),
@@ -153,21 +151,3 @@ def test_a_copy_has_no_hook(rank: int) -> list[Any]:
         each.all_reduce()
         found += gradient_values(each).values()
     return found
-
-
-@on_ranks(2, [True] * 2)
-def test_the_plain_hook_changes_no_bit_at_two_ranks(rank: int) -> bool:
-    """Several parameters, and two micro-batches to the call: the plain hook and no hook are one."""
-    found = []
-    for has_hook in (True, False):
-        model = LegacyDistributedDataParallel(tanh_net())
-        if has_hook:
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
-        torch.manual_seed(rank)
-        with model.no_sync():
-            model(torch.randn(8, 4)).sum().backward()
-            assert not model.all_reduce().synchronized
-        model(torch.randn(8, 4)).sum().backward()
-        model.all_reduce()
-        found.append([bits_of(grad) for grad in get_gradients(model)])
-    return found[0] == found[1]

@@ -71,13 +71,16 @@ def _one_matrix() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh())
 
 
-def _trained(rank: int, model: nn.Module, *, steps: int = 6) -> list[list[bytes]]:
+def _trained(rank: int, model: nn.Module, micro_batches: int = 1) -> list[list[bytes]]:
     """The weights after every step, each rank having data of its own."""
     torch.manual_seed(11 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     seen = []
-    for _ in range(steps):
+    for _ in range(6):
         optimizer.zero_grad()
+        for _ in range(micro_batches - 1):
+            with model.no_sync():
+                model(torch.randn(8, 6)).square().mean().backward()
         model(torch.randn(8, 6)).square().mean().backward()
         if isinstance(model, Model):
             model.all_reduce()
@@ -86,10 +89,10 @@ def _trained(rank: int, model: nn.Module, *, steps: int = 6) -> list[list[bytes]
     return seen
 
 
-def _with_hook(rank: int, model: nn.Module, name: str) -> list[list[bytes]]:
+def _with_hook(rank: int, model: nn.Module, name: str, micro_batches: int = 1) -> list[list[bytes]]:
     state, hook = HOOKS[name]()
     model.register_comm_hook(state, hook)
-    return _trained(rank, model)
+    return _trained(rank, model, micro_batches)
 
 
 def _several_matrices(rank: int, first: str, last: str) -> list[tuple[Any, float]]:
@@ -128,13 +131,14 @@ def _mend_batched_power() -> None:
 
 @on_ranks(2)
 def _both(rank: int) -> dict[str, tuple[Any, Any]]:
+    """With two micro-batches to a call."""
     # Torch's own calls to what it is about to rename, and what it says of PowerSGD's first steps.
     warnings.simplefilter("ignore")
     _mend_batched_power()
     return {
         name: (
-            _with_hook(rank, LegacyDistributedDataParallel(_one_matrix(), checks=_MAY_DIVERGE), name),
-            _with_hook(rank, DistributedDataParallel(_one_matrix()), name),
+            _with_hook(rank, LegacyDistributedDataParallel(_one_matrix(), checks=_MAY_DIVERGE), name, 2),
+            _with_hook(rank, DistributedDataParallel(_one_matrix()), name, 2),
         )
         for name in HOOKS
     }

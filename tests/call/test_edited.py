@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,9 +27,14 @@ class Loop:
     rank: int
     checks: Any = "info"
     learning_rate: float = 0.01
+    is_function: bool = False
 
     def __post_init__(self) -> None:
-        self.model = LegacyDistributedDataParallel(make_net(), checks=self.checks)
+        self.model: Any = make_net()
+        self.call = partial(all_reduce_gradients, self.model)
+        if not self.is_function:
+            self.model = LegacyDistributedDataParallel(self.model, checks=self.checks)
+            self.call = self.model.all_reduce
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.learning_rate)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
         torch.manual_seed(100 + self.rank)
@@ -52,7 +58,7 @@ class Loop:
             self.backward()
             before(self)
             try:
-                self.model.all_reduce()
+                self.call()
             except LegacyDDPError as error:
                 return [*told, (call, f"{type(error).__name__} {error.ranks} {error}")]
             told += [(call, text) for text in logged_warnings.take()]
@@ -91,7 +97,7 @@ def _edits(rank: int, name: str, who: tuple[int, ...], checks: Any = DIVERGES) -
 
 @once
 def _told(world_size: int, who: tuple[int, ...], checks: Any = DIVERGES) -> dict[str, list[Told]]:
-    """What each edit of ``who`` brings, in one job."""
+    """What each edit of ``who`` brings, in one job: every wrapper warns for itself."""
     return run_cases(_edits, world_size, {name: (name, who, checks) for name in FAULTS})
 
 
@@ -135,18 +141,7 @@ def test_a_rank_without_the_check_leaves_the_others_in_step(rank: int) -> list[i
 
 @on_ranks(2)
 def _function_form(rank: int) -> Told:
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    torch.manual_seed(100 + rank)
-    told: Told = []
-    for call in range(1, STEPS + 1):
-        net(draw(rank)).square().mean().backward()
-        clip_grad_norm_(net.parameters(), 1e-3)
-        all_reduce_gradients(net)
-        told += [(call, text) for text in logged_warnings.take()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return told
+    return Loop(rank, is_function=True).run(clip_norm)
 
 
 @pytest.mark.cpu("a device finds edits with edited='raise' alone")
@@ -183,13 +178,6 @@ def test_the_error_leaves_the_gradients_and_training_goes_on() -> None:
 
     assert first == second
     assert len(first) == 1
-
-
-@pytest.mark.cpu("a device finds edits with edited='raise' alone")
-@on_ranks(2, [[1, 1]] * 2)
-def test_each_wrapper_warns_once(rank: int) -> list[int]:
-    loops = [Loop(rank) for _ in range(2)]
-    return [len(loop.run(clip_norm)) for loop in loops]
 
 
 def _compiled(rank: int) -> Told:

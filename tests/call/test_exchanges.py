@@ -151,8 +151,7 @@ def _with_mismatches(rank: int) -> Iterator[tuple[str, Kinds]]:
 def _train_joined(model: LegacyDistributedDataParallel, steps: int) -> None:
     with model.join():
         for _ in range(steps):
-            _step(model)
-            model.all_reduce()
+            _call(model)
 
 
 # On two ranks of one host: with the memory of the host, and with gloo where that differs. "2 row" are two in a row.

@@ -21,7 +21,6 @@ _PARTS = ("data", "forward", "backward")
 
 @contextmanager
 def _at_info() -> Iterator[list[logging.LogRecord]]:
-    """The log records of the block."""
     logger, handler, found = logging.getLogger("legacy_ddp"), logging.Handler(), list[logging.LogRecord]()
     handler.emit = found.append  # type: ignore[method-assign]
     logger.addHandler(handler)

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import logging
 import re
 import warnings
 from functools import partial
@@ -104,31 +103,6 @@ def test_an_error_in_a_callback_leaves_a_call_that_is_over(rank: int) -> Any:
         handle.remove()
         found += gradient_values(model).values()
     return [*found, step(model, 2.0 + rank)]
-
-
-def _logged(rank: int) -> list[tuple[str, int, str]]:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("legacy_ddp")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    step(wrap(), 1.0)
-    return [(record.levelname, record.rank, record.getMessage()) for record in records]  # type: ignore[attr-defined]
-
-
-def test_log_records_carry_the_rank(transport: str) -> None:
-    expected = {
-        "new wrapper: bucket 0: cpu float32, 1 tensors, 2 elements": "INFO",
-        f"transport: {transport}": "INFO",
-        "all_reduce() call 1: 8 bytes; plan ": "DEBUG",
-    }
-    for rank, records in enumerate(run_ranks(_logged, 2)):
-        assert len(records) == len(expected)
-        for beginning, level in expected.items():
-            (found,) = [record for record in records if record[2].startswith(beginning)]
-            assert found[:2] == (level, rank)
-        assert any("payload" in text for level, _, text in records if level == "DEBUG")
 
 
 def _profiled(rank: int, *, hooked: bool) -> list[str]:

@@ -14,8 +14,8 @@ from tests.helpers.shared_jobs import on_ranks, run_cases
 Calls = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-def _tied(*, sparse: bool = False) -> tuple[nn.Embedding, nn.Linear]:
-    encoder, decoder = nn.Embedding(4, 3, sparse=sparse), nn.Linear(3, 4)
+def _tied() -> tuple[nn.Embedding, nn.Linear]:
+    encoder, decoder = nn.Embedding(4, 3), nn.Linear(3, 4)
     decoder.weight = encoder.weight
     return encoder, decoder
 

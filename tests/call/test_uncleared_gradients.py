@@ -182,23 +182,6 @@ def test_micro_batches_in_no_sync_are_one_call(wrapper: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_optimizers_that_take_turns_on_one_wrapper_clear_their_own_gradients(*, set_to_none: bool) -> None:
-    """A generator's loss reaches the discriminator, whose own turn begins with zero_grad()."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    model = Model(net)
-    generator, critic = (torch.optim.SGD(part.parameters(), lr=0.1) for part in net)
-    for _ in range(3):
-        for optimizer, reached in ((critic, net[1]), (generator, net)):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            add_gradients(reached, 3.0)
-            model.all_reduce(sample_size=3)
-            used = optimizer.param_groups[0]["params"]
-            assert {value for parameter in used for value in parameter.grad.flatten().tolist()} == {1.0}
-            optimizer.step()
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_result_of_a_wrapper_that_shares_the_weight_is_not_divided_again() -> None:
     net = nn.Linear(2, 1)
     first, second = Model(net), Model(nn.Sequential(net))
@@ -278,7 +261,7 @@ def test_nothing_is_read_while_gradients_are_dropped() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_wrapper_that_was_told_of_an_addition_is_freed() -> None:
+def test_a_wrapper_that_was_told_of_an_addition_is_freed_and_its_module_steps_freely() -> None:
     model = WRAPPERS["large"]()
     for _ in range(2):
         add_gradients(model, 1.0)
@@ -286,7 +269,9 @@ def test_a_wrapper_that_was_told_of_an_addition_is_freed() -> None:
     weight = model.module.weight
     del model
     gc.collect()
+    torch.optim.SGD([weight], lr=0.1).step()  # with gradients of this rank alone
     weight.sum().backward()
+    torch.optim.SGD([weight], lr=0.1).step()
 
     assert said is not None
     assert not weight._post_accumulate_grad_hooks
@@ -310,20 +295,26 @@ def _plain_loop(
     rank: int,
     *,
     forgets: tuple[int, ...] = (),
-    wrapper: str = "small",
+    make: Callable[[], Model] = WRAPPERS["small"],
     calls: int = 1,
     edit: Between = _do_nothing,
     clear: Between = Model.zero_grad,
+    is_scaled: bool = False,
 ) -> list[str]:
-    """``calls``: for each step, on gradients that add up. ``edit``: before the step. ``clear``: unless forgotten."""
-    model = WRAPPERS[wrapper]()
-    optimizer = _sgd(model)
+    """``calls``: for each step, on gradients that add up. ``edit``: before the step. ``clear``: unless forgotten.
+
+    ``is_scaled``: with a GradScaler, in the order of README.
+    """
+    model = make()
+    optimizer, scaler = _sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0, enabled=is_scaled)
     for _ in range(5):
         for _ in range(calls):
-            model(torch.full((1, model.module.in_features), rank + 1.0)).sum().backward()
+            scaler.scale(model(torch.full((1, model.module.in_features), rank + 1.0)).sum()).backward()
             model.all_reduce()
+        scaler.unscale_(optimizer)
         edit(model)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         if rank not in forgets:
             clear(model)
     return logged_warnings.take()
@@ -336,7 +327,7 @@ ALSO_CLEARS = {**CLEARS, "decay after the step": _decay, "weight decay by hand":
 @on_ranks(2)
 def _forgetful_loops(rank: int) -> dict[tuple[str, str, str], list[str]]:
     return {
-        (wrapper, edit, who): _plain_loop(rank, forgets=forgets, wrapper=wrapper, edit=act)
+        (wrapper, edit, who): _plain_loop(rank, forgets=forgets, make=WRAPPERS[wrapper], edit=act)
         for wrapper in PLAIN_WRAPPERS
         for edit, act in (("nothing", _do_nothing), ("clip", _clip))
         for who, forgets in (("ranks 0-1", (0, 1)), ("rank 1", (1,)))
@@ -369,25 +360,12 @@ def test_loops_that_clear_or_rewrite_gradients_after_the_step_are_not_told(rank:
     return {case: told for case, told in found.items() if told}
 
 
-def _scaled_loop(rank: int, *, clear: str, checks: Any = "info") -> list[str]:
-    """The order of README with a GradScaler."""
-    model = Model(nn.Linear(2, 1), checks=checks)
-    optimizer, scaler = _sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
-    for _ in range(5):
-        scaler.scale(model(torch.full((1, 2), rank + 1.0)).sum()).backward()
-        model.all_reduce()
-        scaler.unscale_(optimizer)
-        _clip(model)
-        scaler.step(optimizer)
-        scaler.update()
-        {**CLEARS, "forgotten": _do_nothing}[clear](model)
-    return logged_warnings.take()
-
-
 @on_ranks(2)
 def _scaled_loops(rank: int) -> list[list[str]]:
-    clean = [_scaled_loop(rank, clear=clear) for clear in ("zero_grad()", "zero_()", "data.zero_()")]
-    return [*clean, *(_scaled_loop(rank, clear="forgotten", checks=checks) for checks in ("info", "detail"))]
+    loop = partial(_plain_loop, rank, edit=_clip, is_scaled=True)
+    makes = (WRAPPERS["small"], partial(Model, nn.Linear(2, 1), checks="detail"))
+    clean = [loop(clear=CLEARS[clear]) for clear in ("zero_grad()", "zero_()", "data.zero_()")]
+    return [*clean, *(loop(forgets=(0, 1), make=make) for make in makes)]
 
 
 @pytest.mark.cpu("to tell, the host would have to wait for the device")

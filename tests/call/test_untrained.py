@@ -13,7 +13,7 @@ from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
-from tests.helpers.small_models import tanh_net
+from tests.helpers.small_models import KINDS, tanh_net
 from tests.helpers.tiers import thorough
 
 Model = LegacyDistributedDataParallel
@@ -137,14 +137,7 @@ FAULTS: dict[str, tuple[Callable[[Job], None], Callable[[], nn.Module], tuple[st
     "replaced": (_replaced_layer, tanh_net, ("2 of 4 parameters with gradients, first '2.bias'", "make the optimizer")),
     "thawed": (_thawed, _frozen_net, ("2 of 4 parameters with gradients, first '0.bias'", "add_param_group()")),
 }
-WAYS: dict[str, dict[str, Any]] = {
-    "info": {},
-    "detail": {"checks": "detail"},
-    "off": {"checks": "off"},
-    "without views": {"gradient_as_bucket_view": False},
-    "reproducible": {"reproducible": True},
-    "function": {"function": True},
-}
+WAYS: dict[str, dict[str, Any]] = {**KINDS, "function": {"function": True}}
 # Other faults in the first way alone.
 IN_ALL_WAYS = {"cleared", "cleared in place on a rank", "assigned later", "thawed"}
 # The function has no plan before its first call, in which the layer is there.

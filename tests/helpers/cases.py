@@ -61,14 +61,13 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def call_once(cases: Sequence[Case], rank: int) -> list[tuple[Grads, list[tuple[int, ...]]]]:
+def call_once(cases: Sequence[Case], rank: int) -> list[Grads]:
     results = []
     for case in map(copy.deepcopy, cases):  # a call may write into the gradients it was given
         wrapped = wrap_module(case.parameters, **case.options)
         set_gradients(wrapped, case.grads[rank])
         wrapped.all_reduce(**case.parts[rank])
-        dense = [p.grad for p in wrapped.parameters() if p.grad is not None and not p.grad.is_sparse]
-        results.append((get_gradients(wrapped), [grad.stride() for grad in dense]))
+        results.append(get_gradients(wrapped))
     return results
 
 
@@ -77,9 +76,9 @@ def reduced_on_all(cases: Mapping[Any, Case]) -> dict[Any, Grads]:
     (world_size,) = {len(case.grads) for case in cases.values()}
     results = run_ranks(partial(call_once, list(cases.values())), world_size)
     for label, *of_ranks in zip(cases, *results, strict=True):
-        for grads, _ in of_ranks[1:]:
-            assert all_bits(grads) == all_bits(of_ranks[0][0]), label
-    return {label: grads for label, (grads, _) in zip(cases, results[0], strict=True)}
+        for grads in of_ranks[1:]:
+            assert all_bits(grads) == all_bits(of_ranks[0]), label
+    return dict(zip(cases, results[0], strict=True))
 
 
 def both_ways(cases: Mapping[Any, Case]) -> dict[Any, Case]:
@@ -97,13 +96,9 @@ def check_case(cases: Mapping[Any, Case], expected: Mapping[Any, Grads]) -> None
         assert all_bits(grads) == all_bits(expected[label]), (label, as_view, grads)
 
 
-def vectors(*values: Sequence[float], dtype: torch.dtype = torch.float32) -> list[Grads]:
+def vectors(*values: Sequence[float]) -> list[Grads]:
     """One parameter: a gradient per rank."""
-    return [[torch.tensor(value, dtype=dtype)] for value in values]
-
-
-def cast_to(grads: list[Grads], dtype: torch.dtype) -> list[Grads]:
-    return [[grad if grad is None else grad.to(dtype) for grad in of_rank] for of_rank in grads]
+    return [[torch.tensor(value)] for value in values]
 
 
 def sparse_of(rows: Sequence[int], values: torch.Tensor, size: int = 5) -> torch.Tensor:

@@ -155,9 +155,10 @@ def _joins(rank: int, checks: tuple[str, ...]) -> list[str]:
 
 
 def test_ranks_that_are_left_in_a_join_are_compared_unless_one_that_left_has_checks_off() -> None:
-    found = run_cases(_joins, 3, {"off on a rank": (("off", "info", "info"),), "on": (("info",) * 3,)})
+    found = run_cases(_joins, 4, {"off on a rank": (("off", *["info"] * 3),), "on": (("info",) * 4,)})
 
-    assert found["off on a rank"] == [[], [], []]
+    assert found["off on a rank"] == [[]] * 4
     first, *others = found["on"]
-    assert others == [first] * 2
-    assert len(first) == 1
+    assert others == [first] * 3
+    (text,) = first
+    assert "rank 1 against ranks 2-3" in text
