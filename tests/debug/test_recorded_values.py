@@ -61,12 +61,13 @@ def test_sums_are_in_the_trace_of_every_rank_and_logged_values_in_that_of_their_
 
 
 @pytest.mark.usefixtures("alone")
-def test_logged_values_are_in_the_file_at_once_also_those_that_are_not_finite(tmp_path: Path) -> None:
+def test_calls_and_logged_values_are_in_the_file_at_once_also_those_that_are_not_finite(tmp_path: Path) -> None:
     model = wrap()
     with Recorder(model, tmp_path) as recorder:
         recorder.log(a=math.nan, b=math.inf, c=-math.inf, d="\ud800 é")
         assert str(Recorded(tmp_path).logged) == "{0: {'a': nan, 'b': inf, 'c': -inf, 'd': '\\ud800 é'}}"
         _call(model)
+        assert Recorded(tmp_path).steps == [0, 1]  # a kill loses no step
         recorder.log(loss=0.5)
         assert Recorded(tmp_path).logged[1] == {"loss": 0.5}
 

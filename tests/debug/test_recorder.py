@@ -248,47 +248,42 @@ def test_recording_changes_no_bit_of_the_training_and_writes_the_same_values_aga
 
 
 @pytest.mark.usefixtures("alone")
-def test_gradients_that_are_not_there_and_elements_that_are_not_finite_are_distinguished(tmp_path: Path) -> None:
+def test_gradients_that_are_not_there_not_finite_or_larger_than_any_norm_are_distinguished(tmp_path: Path) -> None:
     model = LegacyDistributedDataParallel(
-        nn.ParameterDict({name: torch.zeros(3) for name in "abc"}), checks=Checks(nonfinite="ignore")
+        nn.ParameterDict({name: torch.zeros(3, dtype=torch.float64) for name in "abc"}),
+        checks=Checks(nonfinite="ignore"),
     )
     with Recorder(model, tmp_path):
-        model.module["a"].grad = torch.tensor([3.0, math.nan, 4.0])
-        model.module["b"].grad = torch.zeros(3)
-        model.all_reduce()
+        for values in ([3.0, math.nan, 4.0], [1.7e308] * 3):
+            model.module["a"].grad = torch.tensor(values, dtype=torch.float64)
+            model.module["b"].grad = torch.zeros(3, dtype=torch.float64)
+            model.all_reduce()
 
+    trace = Recorded(tmp_path)
+    assert (trace.end, trace.calls[2].local_norm, trace.calls[2].finite) == ("closed", None, True)
     for phase in ("local_gradients", "reduced_gradients"):
-        found = Recorded(tmp_path).sections[1, phase]
+        found = trace.sections[1, phase]
         assert found.norms == {"gradient of 'a'": 5.0, "gradient of 'b'": 0.0, "gradient of 'c'": None}
         assert found.nonfinite == {"gradient of 'a'": 1}
         assert found.words["gradient of 'c'"] is None
 
 
 @pytest.mark.usefixtures("alone")
-def test_steps_are_counted_from_the_first_one_and_recorded_where_every_divides_them(tmp_path: Path) -> None:
-    model = wrap()
-    optimizer = _start(model)
-    with Recorder(model, tmp_path, optimizer=optimizer, every=5, first_step=101):
-        _take_steps(model, optimizer, [1.0] * 12)
-
-    trace = Recorded(tmp_path)
-    assert trace.steps == [100, 105, 110]
-    assert (trace.environment.every, trace.environment.first_step) == (5, 101)
-
-
-@pytest.mark.usefixtures("alone")
-def test_settings_are_those_that_the_step_used_not_those_that_a_scheduler_left(tmp_path: Path) -> None:
+def test_steps_that_every_divides_are_recorded_with_the_settings_that_they_used(tmp_path: Path) -> None:
+    """Steps are counted from the first one. Settings are not those that a scheduler left."""
     model = wrap()
     optimizer = _start(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    with Recorder(model, tmp_path, optimizer=optimizer):
-        for _ in range(2):
+    with Recorder(model, tmp_path, optimizer=optimizer, every=5, first_step=104):
+        for _ in range(104, 112):
             _take_steps(model, optimizer, [1.0])
             scheduler.step()
 
-    for step, rate in ((1, "0.5"), (2, "0.25")):
-        settings = Recorded(tmp_path).sections[step, "settings"]
-        assert settings.words["lr of parameter group 0"] == rate
+    trace = Recorded(tmp_path)
+    assert trace.steps == [103, 105, 110]
+    assert (trace.environment.every, trace.environment.first_step) == (5, 104)
+    rates = [trace.sections[step, "settings"].words["lr of parameter group 0"] for step in (105, 110)]
+    assert rates == ["0.25", "0.0078125"]
 
 
 @pytest.mark.usefixtures("alone")
@@ -321,22 +316,27 @@ def test_calls_of_the_function_are_recorded_by_their_module_and_the_last_step_at
 
 
 @pytest.mark.usefixtures("alone")
-def test_with_two_optimizers_a_step_is_over_when_both_have_stepped(tmp_path: Path) -> None:
+def test_with_two_optimizers_a_step_is_over_when_both_have_stepped_and_each_has_its_own_settings(
+    tmp_path: Path,
+) -> None:
     model = LegacyDistributedDataParallel(nn.ParameterDict({name: torch.ones(1) for name in "ab"}))
-    optimizers = [torch.optim.SGD([model.module[name]], lr=0.5) for name in "ab"]
-    with Recorder(model, tmp_path, optimizer=optimizers):
+    rate = torch.tensor(0.5)
+    first, second = (torch.optim.SGD([model.module[name]], lr=lr) for name, lr in (("a", rate), ("b", 0.5)))
+    with Recorder(model, tmp_path, optimizer=[first, second]):
         for _ in range(2):
             take_step(model, 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
+            first.step()
+            rate.mul_(2)  # before the other one steps
+            second.step()
             with torch.no_grad():
                 model.module["a"].add_(8)  # after the step
 
-    for step, held in ((1, (0.5, 0.5)), (2, (8.0, 0.0))):
+    for step, held in ((1, (0.5, 0.5)), (2, (7.5, 0.0))):
         found = Recorded(tmp_path).sections[step, "parameters"]
         assert found.words == {"parameter 'a'": word_of([held[0]]), "parameter 'b'": word_of([held[1]])}
     settings = Recorded(tmp_path).sections[1, "settings"]
-    assert settings.words["optimizer 1: lr of parameter group 0"] == "0.5"
+    rates = [settings.words[f"optimizer {number}: lr of parameter group 0"] for number in (0, 1)]
+    assert rates == [word_of(torch.tensor(0.5)), "0.5"]
 
 
 def _fail_and_repeat(rank: int, folder: Path) -> None:
@@ -433,20 +433,6 @@ def test_compiled_model_and_optimizer_are_recorded_without_compiling_again(tmp_p
     assert trace.steps == list(range(5))
     assert len({str(trace.words(step, "parameters")) for step in trace.steps}) == 5
     assert graphs[2] == graphs[-1]
-
-
-@pytest.mark.usefixtures("alone")
-def test_gradients_whose_norm_no_float64_holds_are_recorded_without_one(tmp_path: Path) -> None:
-    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False, dtype=torch.float64))
-    with Recorder(model, tmp_path):
-        for _ in range(2):
-            model.module.weight.grad = torch.full((1, 2), 1.7e308, dtype=torch.float64)
-            model.all_reduce()
-
-    trace = Recorded(tmp_path)
-    assert (trace.steps, trace.end) == ([0, 1, 2], "closed")
-    facts = trace.calls[2]
-    assert (facts.local_norm, facts.finite) == (None, True)
 
 
 @pytest.mark.usefixtures("alone")

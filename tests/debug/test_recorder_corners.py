@@ -139,23 +139,6 @@ def test_a_step_that_raised_does_not_hide_the_next_one(tmp_path: Path) -> None:
     assert held == {"parameter 'weight'": word_of(model.module.weight.detach() - 1)}
 
 
-@pytest.mark.usefixtures("alone")
-def test_settings_that_are_tensors_are_those_of_the_step_although_they_change_before_the_other_optimizer_steps(
-    tmp_path: Path,
-) -> None:
-    model = LegacyDistributedDataParallel(nn.ParameterDict({name: torch.ones(1) for name in "ab"}))
-    rate = torch.tensor(0.5)
-    first, second = (torch.optim.SGD([model.module[name]], lr=lr) for name, lr in (("a", rate), ("b", 0.1)))
-    with Recorder(model, tmp_path, optimizer=[first, second]):
-        take_step(model, 1.0)
-        first.step()
-        rate.mul_(2)
-        second.step()
-
-    held = Recorded(tmp_path).sections[1, "settings"]
-    assert held.words["optimizer 0: lr of parameter group 0"] == word_of(rate / 2)
-
-
 @uses_torch_jit
 @pytest.mark.usefixtures("alone")
 def test_a_recorded_wrapper_can_be_transformed_and_traced(tmp_path: Path) -> None:

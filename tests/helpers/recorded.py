@@ -24,24 +24,9 @@ def word_of(values: Any) -> str:
 class Section(NamedTuple):
     """The values of a phase in a step, each by the name of its entry."""
 
-    kinds: Mapping[str, str]
     words: Mapping[str, str | None]
     norms: Mapping[str, float | None]
     nonfinite: Mapping[str, int]
-
-
-class RecordedOperation(NamedTuple):
-    """An operation of a step. ``inputs``, ``outputs``: kind, layout and digest of each tensor."""
-
-    name: str
-    stage: str
-    micro_batch: int
-    module: str
-    parameters: tuple[str, ...]
-    inputs: tuple[tuple[str, str, str | None], ...]
-    outputs: tuple[tuple[str, str, str | None], ...]
-    settings: str
-    generator: str
 
 
 class Recorded:
@@ -49,6 +34,7 @@ class Recorded:
 
     ``end``: the reason of the end line, empty without one. ``environment`` and the values of ``calls`` have an
     attribute for each member of their line. ``sections``: by step and phase. ``operations``, ``logged``: by step.
+    ``inputs`` and ``outputs`` of an operation: kind, layout and digest of each tensor.
     """
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
@@ -59,7 +45,7 @@ class Recorded:
         self.end = ""
         self.calls: dict[int, SimpleNamespace] = {}
         self.sections: dict[tuple[int, str], Section] = {}
-        self.operations: dict[int, tuple[RecordedOperation, ...]] = {}
+        self.operations: dict[int, tuple[SimpleNamespace, ...]] = {}
         self.logged: dict[int, dict[str, Any]] = {}
         self._names: list[dict[str, Any]] = []
         self._declared: list[dict[str, Any]] = []
@@ -88,8 +74,8 @@ class Recorded:
     ) -> None:
         declared = self._names[names]
         assert (declared["phase"], (step, phase) in self.sections) == (phase, False)
-        of, kinds = declared["names"], declared["kinds"]
-        columns = (dict(zip(of, column, strict=True)) for column in (kinds, words, norms))
+        of = declared["names"]
+        columns = (dict(zip(of, column, strict=True)) for column in (words, norms))
         self.sections[step, phase] = Section(*columns, {of[index]: number for index, number in nonfinite})
 
     def _add_call(self, step: int, metrics: Mapping[str, Any], **members: Any) -> None:
@@ -111,15 +97,11 @@ class Recorded:
             ]
             count = len(held["inputs"])
             found.append(
-                RecordedOperation(
-                    name=held["name"],
-                    stage=held["stage"],
+                SimpleNamespace(
+                    **{name: _tuples(held[name]) for name in ("name", "stage", "module", "parameters", "settings")},
                     micro_batch=micro_batch,
-                    module=held["module"],
-                    parameters=tuple(held["parameters"]),
                     inputs=tuple(values[:count]),
                     outputs=tuple(values[count:]),
-                    settings=held["settings"],
                     generator=next(words) if held["is_random"] else "",
                 )
             )

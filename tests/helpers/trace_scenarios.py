@@ -97,23 +97,20 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 def write_scenario(scenario: Scenario) -> tuple[bytes, list[int]]:
     """The file of the scenario, and its sizes after the first line, each event and the end."""
     with TemporaryDirectory() as folder:
-        return _write(scenario, Writer(Path(folder), scenario.environment))
-
-
-def _write(scenario: Scenario, writer: Writer) -> tuple[bytes, list[int]]:
-    sizes = [writer.path.stat().st_size]
-    for step, what in scenario.events:
-        if isinstance(what, Section):
-            writer.section(step, what)
+        writer = Writer(Path(folder), scenario.environment)
+        sizes = [writer.path.stat().st_size]
+        for step, what in scenario.events:
+            if isinstance(what, Section):
+                writer.section(step, what)
+            else:
+                writer.call(step, what)
+            writer.flush()
+            sizes.append(writer.path.stat().st_size)
+        if scenario.end is None:
+            writer.abandon()
         else:
-            writer.call(step, what)
-        writer.flush()
-        sizes.append(writer.path.stat().st_size)
-    if scenario.end is None:
-        writer.abandon()
-    else:
-        writer.close(7, scenario.end)
-    return writer.path.read_bytes(), [*sizes, writer.path.stat().st_size]
+            writer.close(7, scenario.end)
+        return writer.path.read_bytes(), [*sizes, writer.path.stat().st_size]
 
 
 def held(events: Sequence[Event]) -> Held:

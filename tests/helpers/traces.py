@@ -118,7 +118,7 @@ def without(path: Path, gone: Callable[[bytes], bool]) -> None:
     path.write_bytes(b"".join(sealed(line.rpartition(b',"at":')[0], at) for at, line in enumerate(kept, start=1)))
 
 
-def end_after(path: Path, last: int | None) -> Path:
+def end_after(path: Path, last: int | None) -> None:
     """Remove all lines after step ``last``, as after a kill; None: all lines after the environment."""
     step = re.compile(rb'"step":(\d+)')
 
@@ -129,7 +129,6 @@ def end_after(path: Path, last: int | None) -> Path:
         return found is not None and int(found[1]) > last
 
     without(path, is_later)
-    return path.parent
 
 
 def lines_of(data: bytes) -> list[bytes]:

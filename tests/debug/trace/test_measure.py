@@ -149,21 +149,12 @@ def test_the_norm_is_of_the_finite_elements_and_the_others_are_counted(
 
 
 def test_the_norm_of_many_elements_is_as_exact_as_that_of_few() -> None:
-    tensors = [_random(4096, 1031, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    tensors = [_random(4096, 1031, dtype=dtype) for dtype in FLOATS]
     tensors += [tensor.t() for tensor in tensors]
 
     # One sum over all of them is wrong by 1e-4.
     for tensor, (_, norm, _) in zip(tensors, measure(tensors), strict=True):
         assert norm == pytest.approx(tensor.double().norm().item(), rel=2e-6)
-
-
-def test_many_tensors_of_many_sizes_have_the_norms_that_each_has_alone() -> None:
-    tensors = [_random(size, dtype=dtype) for size in (1, 0, 2304, PARTS + 7, 5 * PARTS) for dtype in FLOATS]
-
-    assert (
-        measure([tensor.clone() for tensor in tensors * 8])
-        == [entry for tensor in tensors for entry in measure([tensor])] * 8
-    )
 
 
 def test_measuring_changes_nothing_and_says_the_same_in_inference_mode() -> None:

@@ -15,30 +15,12 @@ from legacy_ddp.debug._trace.read import RankTrace, open_run
 from legacy_ddp.debug._trace.records import Names, Section, Values, Writer
 from tests.helpers.fork_server import fork_server
 from tests.helpers.trace_scenarios import contents_of
-from tests.helpers.traces import call_facts, environment
+from tests.helpers.traces import environment
 
 
 def _section(step: int, numel: int = 3) -> Section:
     names = tuple(f"buffer '{index}'" for index in range(numel))
     return Section(Names("buffers", names, ("",) * numel), Values((f"{step:016x}",) * numel, (1.0 * step,) * numel))
-
-
-def test_nothing_but_the_environment_is_written_before_it_is_flushed(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, environment(0, 1))
-    writer.section(1, _section(1))
-    writer.call(1, call_facts(1, 0))
-    assert _left(writer.path) == []
-    writer.flush()
-    assert _left(writer.path) == [1]
-    writer.sections(2, [_section(2)])
-    writer.flush()
-    writer.abandon()
-
-    assert _left(writer.path) == [1, 2]
-    with RankTrace(writer.path) as trace:
-        assert trace.end == ""
-        assert trace.call(1) == call_facts(1, 0)
-        assert trace.section(2, "buffers") == _section(2)
 
 
 def _left(path: Path) -> list[int]:
