@@ -15,10 +15,10 @@ import legacy_ddp
 from tests.helpers.command import command
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_script
-from tests.helpers.traces import end_after, environment, write_trace
+from tests.helpers.traces import end_after, write_trace
 
 _WITHOUT = "import sys; sys.modules[{!r}] = None; from legacy_ddp.debug._cli import main; sys.exit(main(sys.argv[1:]))"
-_RANK_0, _RANK_1 = "rank-00000.jsonl", "rank-00001.jsonl"
+_RANK_1 = "rank-00001.jsonl"
 DIFFERENT = {(1, 3, "parameters", "parameter 'a'"): ("ab" * 8, 2.0)}
 
 
@@ -36,48 +36,17 @@ def run(*arguments: object, start: tuple[str, ...] = ("-m", "legacy_ddp"), **opt
 
 
 @pytest.fixture
-def traces(tmp_path: Path) -> tuple[Path, Path, Path]:
-    """A, one equal to it, and one that differs."""
-    a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
-    return a, b, write_trace(tmp_path / "c", planted=DIFFERENT)
+def traces(tmp_path: Path) -> tuple[Path, Path]:
+    """Two that differ."""
+    return write_trace(tmp_path / "a"), write_trace(tmp_path / "b", planted=DIFFERENT)
 
 
-def test_the_exit_status_says_same_different_or_cannot_tell(traces: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    a, b, c = traces
-    later = write_trace(tmp_path / "later", environments=lambda rank, size: environment(rank, size, first_step=50))
+def test_an_error_is_one_line_whatever_the_name_of_the_folder(tmp_path: Path) -> None:
+    done = command("diff", write_trace(tmp_path / "a"), write_trace(tmp_path / "b\n\x1b", kind="float32 (9,)"))
 
-    found = [command("diff", *given) for given in ([a, b], [a, c], [a, later], [a], [c], [a, a])]
-
-    assert [done.returncode for done in found] == [0, 1, 2, 0, 1, 0]
-    assert [done.stderr for done in found] == [""] * 6
-    words = [done.stdout.partition(":")[0] for done in found]
-    assert words == ["same", "different", "cannot tell", "same", "different", "same"]
-
-
-def test_a_rank_whose_file_ends_early_is_reported_on_the_page(traces: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    pytest.importorskip("bokeh")
-    end_after(traces[1] / _RANK_1, 2)
-
-    assert command("report", *traces[:2], "-o", tmp_path / "page.html").returncode == 0
-    page = (tmp_path / "page.html").read_text()
-    assert "? CANNOT TELL</b>steps 3-5 were not compared on every rank, because rank 1 of B ended before;" in page
-
-
-@pytest.mark.parametrize("name", ["diff", "show"])
-def test_what_is_no_trace_or_of_another_model_is_one_line_of_error(name: str, tmp_path: Path) -> None:
-    junk, other = tmp_path / "junk", write_trace(tmp_path / "b\n\x1b", kind="float32 (9,)")
-    junk.mkdir()
-    (junk / _RANK_0).write_bytes(bytes(range(256)) * 100)
-    cases = [
-        ([tmp_path / "missing"], "cannot be read: No such file or directory; expected a recorder's folder"),
-        ([junk], "rank-00000.jsonl is no trace"),
-        *([([write_trace(tmp_path / "a"), other], "hold other parameters")] if name == "diff" else []),
-    ]
-    for given, words in cases:
-        done = command(name, *given)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert done.stderr.startswith("legacy-ddp: error: ")
-        assert words in done.stderr
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("legacy-ddp: error: ")
+    assert "hold other parameters" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -118,25 +87,18 @@ def test_the_console_script_is_the_command() -> None:
     assert config["options.entry_points"]["console_scripts"].strip() == "legacy-ddp = legacy_ddp.debug._cli:main"
 
 
-def test_a_process_says_different_by_its_exit_status(traces: tuple[Path, Path, Path]) -> None:
-    done = run("diff", traces[0], traces[2])
-
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith("different: runs part at step 3 in parameters of rank 1: parameter 'a'\n")
-
-
-def test_a_reader_that_closes_the_pipe_early_makes_no_noise(traces: tuple[Path, Path, Path]) -> None:
+def test_a_reader_that_closes_the_pipe_early_makes_no_noise(traces: tuple[Path, Path]) -> None:
     reading_end, writing_end = os.pipe()
     os.close(reading_end)
 
-    done = run("diff", traces[0], traces[2], stdout=writing_end)
+    done = run("diff", traces[0], traces[1], stdout=writing_end)
     os.close(writing_end)
 
     assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which is always full")
-def test_output_that_cannot_be_written_is_one_line_of_error(traces: tuple[Path, Path, Path]) -> None:
+def test_output_that_cannot_be_written_is_one_line_of_error(traces: tuple[Path, Path]) -> None:
     with open("/dev/full", "w") as full:
         done = run("show", traces[0], stdout=full)
 
@@ -165,7 +127,7 @@ class _Broken(io.StringIO):
         raise self.error
 
 
-def test_ctrl_c_is_one_line_and_130_and_a_fault_of_its_own_no_verdict(traces: tuple[Path, Path, Path]) -> None:
+def test_ctrl_c_is_one_line_and_130_and_a_fault_of_its_own_no_verdict(traces: tuple[Path, Path]) -> None:
     done = command("show", traces[0], output=_Broken(KeyboardInterrupt()))
     assert (done.returncode, done.stderr) == (130, "legacy-ddp: interrupted\n")
 
@@ -180,7 +142,7 @@ class _Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("size_bytes, said", [(21_000_000, "reading 21 MB ...\n"), (19_000_000, "")])
-def test_a_long_read_is_announced_on_a_terminal(traces: tuple[Path, Path, Path], size_bytes: int, said: str) -> None:
+def test_a_long_read_is_announced_on_a_terminal(traces: tuple[Path, Path], size_bytes: int, said: str) -> None:
     end_after(traces[0] / _RANK_1, None)
     os.truncate(traces[0] / _RANK_1, size_bytes)
 
@@ -202,15 +164,15 @@ def test_a_long_read_is_announced_on_a_terminal(traces: tuple[Path, Path, Path],
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_the_command_starts_without_torch(traces: tuple[Path, Path, Path], arguments: list[str], status: int) -> None:
-    given = [argument.format(traces[0], traces[2]) for argument in arguments]
+def test_the_command_starts_without_torch(traces: tuple[Path, Path], arguments: list[str], status: int) -> None:
+    given = [argument.format(traces[0], traces[1]) for argument in arguments]
 
     done = run(*given, start=("-c", _WITHOUT.format("torch")))
 
     assert (done.returncode, "Traceback" in done.stderr) == (status, False)
 
 
-def test_without_bokeh_report_says_what_to_install(traces: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_without_bokeh_report_says_what_to_install(traces: tuple[Path, Path], tmp_path: Path) -> None:
     without = "; ".join(f"sys.modules[{name!r}] = None" for name in ("numpy", "jinja2"))  # bokeh brings them
     start = ("-c", f"import sys; {without}; {_WITHOUT.format('bokeh')}")
     done = run("report", traces[0], "-o", tmp_path / "page.html", start=start)

@@ -8,27 +8,10 @@ from io import StringIO
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 _STATUS = {"same": 0, "different": 1, "unknown": 2}
-
-
-class Side(NamedTuple):
-    label: str
-    word: str | None
-    norm: float | None
-    nonfinite: int = 0
-
-
-class Place(NamedTuple):
-    step: int
-    phase: str
-    ranks: tuple[int, ...]
-    differing: int
-    total: int
-    last_step: int | None = None
-    steps: int = 1
 
 
 class RefusedError(Exception):
@@ -67,10 +50,6 @@ def compare(*folders: Path, local_buffers: tuple[str, ...] = ()) -> Any:
         raise RefusedError(done.stderr.removeprefix("legacy-ddp: error: ").rstrip("\n"))
     found = _record(json.loads(done.stdout))
     assert (done.returncode, done.stderr) == (_STATUS[found.verdict], "")
-    found.places = tuple(Place(**vars(item)) for item in found.places)
-    for item in (found.first, *found.others):
-        if item is not None:
-            item.sides = tuple(Side(**vars(side)) for side in item.sides)
     return found
 
 

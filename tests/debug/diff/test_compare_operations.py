@@ -102,7 +102,6 @@ CASES: dict[str, tuple[Given, ...]] = {
     "a rank without operations": (of_steps(2), recorded(lambda _, rank: () if rank else sequence(0), 2)),
     "a rank of one run without operations": (recorded(lambda _, rank: () if rank else sequence(0), 2),),
     "other world sizes, steps (2,) and (2,)": (of_steps(2), of_steps(2) | {"world_size": 3}),
-    "the ranks of one run": (recorded(lambda _, rank: sequence(rank, extra=rank == 1), 2),),
 }
 
 

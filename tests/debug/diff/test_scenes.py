@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.command import command
 from tests.helpers.operations import Operation, model, operation, recordable, rewritten
 from tests.helpers.scenes import Scene, rewrite, texts_in
-from tests.helpers.traces import KIND, NAMES, START, call_facts, end_after, environment, without, write_trace
+from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, without, write_trace
 
 EXPECTED = Path(__file__).with_name("scenes.txt")
 WORD, OTHER = "ab" * 8, "cd" * 8
@@ -89,16 +89,12 @@ def own(rank: int, size: int) -> Any:
 EQUAL = {"loss": 0.1, "nan": math.nan, "inf": math.inf}
 LATER = ("local_gradients", "reduced_gradients", "settings", "optimizer", "parameters", "buffers")
 GRADIENTS = {**NAMES, "optimizer": (), "settings": ()}
-OTHER_INPUTS = (("int64 (16, 64)", WORD), ("int64 (16, 64)", f"{16 * 3 + 9:016x}"))
 SMALL = (WORD, 1.375 * (1 + 1e-7))
 HALF = {"calls": lambda step, rank: call_facts(step, rank, micro_batches=1, sample_size=32)}
 REPRODUCIBLE = facts(reproducible="True")
 SUMS = planted(*[(rank, 3, "reduced_gradients") for rank in range(4)])
 WEIGHTS = {**NAMES, "parameters": tuple(f"parameter '{letter}'" for letter in "abcdefg")}
 FIVE = {"planted": {(0, 3, "parameters", f"parameter '{letter}'"): (WORD, 2.0) for letter in "bcdef"}}
-SECOND = "optimizer 1: exp_avg of 'a.b'"
-TWO_OPTIMIZERS = {**NAMES, "optimizer": ("optimizer 0: exp_avg of 'a'", SECOND)}
-OF_THE_SECOND = {"planted": {(1, 3, "optimizer", SECOND): (WORD, 2.0)}}
 WITH_STATE = (*START, "optimizer")
 FOREACH = {**NAMES, "settings": ("foreach of parameter group 0", *NAMES["settings"])}
 ONE_BY_ONE = {(1, step, "settings", FOREACH["settings"][0]): ("True", None) for step in range(1, 6)}
@@ -135,12 +131,10 @@ OTHER_RUNS: dict[str, Given] = {
     "rounding that stays": planted((0, 3, "parameters"), value=SMALL),
     "rounding that grows": both(planted((0, 3, "parameters"), value=SMALL), planted((0, 5, "parameters"))),
     "a schedule, then tensors": planted((0, 2, "settings"), (0, 3, "parameters")),
-    "data": {**planted((1, 3, "local_gradients")), **calls(inputs=OTHER_INPUTS)},
     "shape and generators": {
         **planted((1, 3, "local_gradients")),
         **calls(inputs=(("int64 (8, 64)", WORD),), generators=WORD),
     },
-    "micro-batches": {**planted((1, 3, "local_gradients")), **calls(micro_batches=3, forwards=3)},
     "sample_size": {**planted((1, 3, "reduced_gradients")), **calls(sample_size=32)},
     "no buffers in B": {"names": {**NAMES, "buffers": ()}},
     "no common step": steps(20),
@@ -190,10 +184,8 @@ OTHER_RUNS: dict[str, Given] = {
         f"another call: {what}": {**planted((1, 3, "local_gradients")), **calls(**changes)}
         for what, changes in {
             "data of the second pass": {"inputs": (INPUTS[0], OTHER_INPUT)},
-            "shape of the first pass": {"inputs": (("int64 (8, 64)", WORD), INPUTS[1])},
             "no sample_size": {"sample_size": None},
             "took no part": {"took_part": False, "micro_batches": 0, "forwards": 0, "inputs": ()},
-            "generators": {"generators": WORD},
             "a further pass": {"forwards": 3, "inputs": (*INPUTS, OTHER_INPUT)},
             "a further pass after other data": {"forwards": 3, "inputs": (INPUTS[0], OTHER_INPUT, OTHER_INPUT)},
             "a plain module": {"micro_batches": 0, "forwards": 0, "inputs": ()},
@@ -242,7 +234,6 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
         f"a metric: {a} and {b}": (with_metrics(*[a] * 5), with_metrics(*[b] * 5))
         for a, b in (
             ({"m": math.nan}, {"m": 1.0}),
-            ({"m": -math.inf}, {"m": math.inf}),
             ({"m": 0.0}, {"m": -0.0}),
             ({}, {"m": 1.0}),
             ({"m": 1.0}, {}),
@@ -271,7 +262,6 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
         {"names": GRADIENTS, "steps": 8},
         {"steps": 5, **steps(4), **planted((0, 3, "parameters"))},
     ),
-    "two optimizers": ({"names": TWO_OPTIMIZERS}, OF_THE_SECOND),
     "several names": ({"names": WEIGHTS}, FIVE),
     "many places": ({"steps": 40}, planted(*[(0, step, "buffers") for step in range(1, 40, 2)])),
     "many metrics": (
@@ -327,7 +317,6 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
     "equal digests of another kind": (BUFFERS, {"kind": "float32 (1, 2)"}),
     "nothing of another kind": ({**BUFFERS, "planted": NO_X}, {"kind": "float32 (1, 2)"}),
     "a compiled model": ({"names": COMPILED}, {"names": NAMES}),
-    "a compiled model of another shape": ({"names": COMPILED, "kind": "float32 (9,)"}, {"names": NAMES, "kind": KIND}),
     **{
         f"world sizes, reproducible, {name}": (
             {**REPRODUCIBLE, "calls": share(2, "3-2")},

@@ -110,7 +110,7 @@ LAST_PART = in_micro_batch(3, operation("eval"))
 NEG = operation("neg")
 WRITTEN_TWICE = [operation("clone", ["x"], ["y"]), operation("clone", ["y"], ["y"]), operation("mul", ["y"], ["z"])]
 OF_A_VIEW = operation("t", inputs=(value(None),), outputs=(value(None),), parameters=("1.weight",))
-WRONG, POKED = rewritten(STEP, 7, "h2(x)", "wrong"), reads(value("poked"))
+POKED = reads(value("poked"))
 FORMED = changed(rewritten(STEP, 7, "h2(x)", "wrong"), 1, settings="training=False")
 DETACH = operation("detach", ["x"], ["x"])
 OWN_INPUT, OTHER_INPUT = (
@@ -126,7 +126,6 @@ VIEWED = operation("t", inputs=(value(None),), outputs=(value(None, "float32 (8,
 
 CASES = {
     # An output differs.
-    "the first of two outputs": Case(rewritten(rewritten(STEP, 4, "h1(x)", "wrong"), 9, "loss(x)'", "worse")),
     "one of several outputs": Case(changed([NORM], 0, outputs=(value("x"), value("w'"), value("b"))), [NORM]),
     "other settings": wrong(settings="p=0.5"),
     "another generator": wrong(generator="0123456789abcdef"),
@@ -223,7 +222,6 @@ CASES = {
         [*PRODUCTS[:1], EXTRA, *PRODUCTS[1:], replace(END, inputs=(value("z"),))], [*PRODUCTS, END]
     ),
     # Operations of one side alone before another difference, which they do not hide.
-    "a copy before an output": Case([*WRONG[:2], CLONE, *WRONG[2:]]),
     "a copy before a write from elsewhere": Case([*POKED[:2], CLONE, *POKED[2:]]),
     "a copy before another form": Case([*FORMED[:1], CLONE, *FORMED[1:]]),
     "a write in place before the tensor was made": Case([COUNT, *OTHER_INPUT], OWN_INPUT),
@@ -259,7 +257,6 @@ CASES = {
     "a digest on one side alone": Case(changed(STEP, 4, outputs=(value(None),))),
     # Another order, and what is none.
     "two layers in the other order": Case(*swapped(equal=False)),
-    "another order without an effect": Case([TANH, RELU, *STEP], [RELU, TANH, *STEP]),
     "another order where gradients differ": Case([TANH, RELU, *STEP], [RELU, TANH, *STEP], differ=True),
     "the missing first step of a loop": Case(beside(*LOOP[1:]), beside(*LOOP)),
     "other numbers in another place": Case(
