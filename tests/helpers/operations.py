@@ -38,16 +38,16 @@ def layer(path: str, reads: str, writes: str, weight: str = "w") -> list[Operati
     ]
 
 
-def model(data: str = "x", layers: int = 3) -> list[Operation]:
-    """A step: ``layers`` layers with a ReLU after each, a sum, and a backward pass of two operations for each layer."""
+def model(data: str = "x") -> list[Operation]:
+    """A step: three layers with a ReLU after each, a sum, and a backward pass of two operations for each layer."""
     found, last = [], data
-    for index in range(layers):
+    for index in range(3):
         found += layer(f"{index}", last, f"h{index}({data})", weight=f"w{index}")
         found.append(operation("relu", [f"h{index}({data})"], [f"r{index}({data})"], module=f"{index}.act"))
         last = f"r{index}({data})"
     found.append(operation("sum", [last], [f"loss({data})"]))
     gradient = f"loss({data})"
-    for index in reversed(range(layers)):
+    for index in reversed(range(3)):
         for name in ("threshold_backward", "mm"):
             new = f"{name}{index}({gradient[-12:]})"
             found.append(operation(name, [gradient], [new], module=f"{index}", stage="backward"))

@@ -10,7 +10,7 @@ from torch import nn
 from legacy_ddp.debug._port import OTHERS, PAGES
 from tests.helpers.command import RefusedError, command
 
-_REMARK = re.compile(r"\S+:(\d+): (decide|note): (.*?) (docs/\S+)")
+_REMARK = re.compile(r"\S+:\d+: (decide|note): (.*?) (docs/\S+)")
 ADDRESSES = {*PAGES.values(), *OTHERS.values()}  # of all findings
 _NAMES = {address: name for name, address in PAGES.items()}
 
@@ -18,7 +18,6 @@ _NAMES = {address: name for name, address in PAGES.items()}
 class Remark(NamedTuple):
     """``is_open``: the user decides. ``page``: the key of its page in ``PAGES``."""
 
-    line: int
     is_open: bool
     text: str
     page: str
@@ -55,8 +54,8 @@ def ported(text: str, folder: Path) -> Ported:
         assert done.returncode == 2
         raise RefusedError(" ".join(done.stderr.removeprefix("legacy-ddp: error: ").split()))
     remarks = [
-        Remark(int(line), kind == "decide", told, _NAMES[address])
-        for line, kind, told, address in _REMARK.findall(" ".join(done.stderr.split()))
+        Remark(kind == "decide", told, _NAMES[address])
+        for kind, told, address in _REMARK.findall(" ".join(done.stderr.split()))
     ]
     return Ported(text, output.read_bytes().decode(), done.stdout, remarks, done.returncode == 0)
 

@@ -57,10 +57,15 @@ def test_an_operation_has_the_digests_of_its_inputs_and_outputs() -> None:
     assert (operation.stage, operation.module, operation.settings, operation.generator) == ("forward", "first", "", "")
 
 
-def test_operations_of_the_backward_pass_belong_to_the_module_of_the_forward_pass() -> None:
+def test_operations_of_the_backward_pass_and_its_hooks_belong_to_the_module_of_the_forward_pass() -> None:
     model, x = Block(), torch.randn(5, 3)
 
-    found = captured(model, lambda: (model(x) * 2).sum().backward())
+    def run() -> None:
+        out = model(x)
+        out.register_hook(lambda grad: grad * 7)
+        (out * 2).sum().backward()
+
+    found = captured(model, run)
 
     places = [(item.stage, item.module) for item in found]
     assert list(dict.fromkeys(places)) == [
@@ -76,6 +81,8 @@ def test_operations_of_the_backward_pass_belong_to_the_module_of_the_forward_pas
     products = [item for item in found if item.name == "aten::mm" and item.stage == "backward"]
     assert [item.module for item in products] == ["inner.1", "inner.1", "first"]
     assert products[1].parameters == ("", "inner.1.weight")
+    [hook] = [item for item in found if item.settings == "other=7"]
+    assert (hook.stage, hook.module) == ("backward", "inner.1")
     assert products[2].outputs[0].digest == hexadecimal(model.first.weight.grad.t().contiguous().t())
 
 
@@ -235,47 +242,30 @@ def test_kept_outputs_are_copies() -> None:
     assert capture.kept[1][0].tolist() == [4.0, 4.0]
 
 
-def test_memory_that_nobody_has_written_to_has_no_digest() -> None:
+@pytest.mark.parametrize(
+    "writes",
+    [
+        [(lambda x: x.copy_(torch.ones(2, 2)), [[1.0, 1], [1, 1]])],
+        [(lambda x: x[:, 1:].fill_(1), None), (lambda x: x[:, :1].fill_(2), [[2.0, 1], [2, 1]])],
+        [(lambda x: x.index_put_((torch.tensor([0, 1]),), torch.ones(2)), None), (torch.Tensor.zero_, [[0.0, 0]] * 2)],
+    ],
+    ids=["whole", "in parts", "at some indices"],
+)
+def test_memory_has_a_digest_once_all_of_it_is_written(writes: list[tuple[Callable[[Any], Any], Any]]) -> None:
     def run() -> None:
-        x = torch.empty(4)
-        x.copy_(torch.ones(4))
-        x + 1
-
-    allocation, _, copy, total = captured(nn.Identity(), run)
-
-    assert allocation.outputs[0].digest is None
-    assert [value.digest for value in copy.inputs] == [None, hexadecimal(torch.ones(4))]
-    assert copy.outputs[0].digest == total.inputs[0].digest == hexadecimal(torch.ones(4))
-
-
-def test_memory_written_in_parts_is_defined_once_all_parts_are() -> None:
-    def run() -> None:
-        x = torch.empty(2, 3)
-        x[:, 1:].fill_(1)
-        x + 1
-        x[:, :1].fill_(2)
-        x + 2
-
-    first, second = [item for item in captured(nn.Identity(), run) if item.name == "aten::add.Tensor"]
-
-    assert first.inputs[0].digest is None
-    assert second.inputs[0].digest == hexadecimal(torch.tensor([[2.0, 1, 1], [2, 1, 1]]))
-
-
-def test_memory_written_at_some_indices_stays_undefined() -> None:
-    def run() -> None:
-        x = torch.empty(4)
-        x.index_put_((torch.tensor([0, 2]),), torch.ones(2))
-        x + 1
-        x.zero_()
-        x + 2
+        x = torch.empty(2, 2)
+        for write, _ in writes:
+            write(x)
+            x + 1
 
     found = captured(nn.Identity(), run)
 
-    assert the(found, "aten::index_put_").outputs[0].digest is None
-    first, second = [item for item in found if item.name == "aten::add.Tensor"]
-    assert first.inputs[0].digest is None
-    assert second.inputs[0].digest == hexadecimal(torch.zeros(4))
+    assert found[0].outputs[0].digest is None
+    sums = [item.inputs[0].digest for item in found if item.name == "aten::add.Tensor"]
+    assert sums == [None if held is None else hexadecimal(torch.tensor(held)) for _, held in writes]
+    if len(writes) == 1:
+        copy = the(found, "aten::copy_")
+        assert [copy.inputs[0].digest, copy.outputs[0].digest] == [None, *sums]
 
 
 def test_freed_memory_does_not_make_new_memory_undefined() -> None:
@@ -396,20 +386,6 @@ def test_a_control_flow_operation_runs_and_has_a_row() -> None:
 
     assert found[-1].name == "higher_order::cond"
     assert found[-1].outputs[0].digest == hexadecimal(torch.sin(x))
-
-
-def test_hooks_belong_to_the_module_of_their_node() -> None:
-    model, x = Block(), torch.randn(5, 3)
-
-    def run() -> None:
-        out = model(x)
-        out.register_hook(lambda grad: grad * 7)
-        out.sum().backward()
-
-    found = captured(model, run)
-
-    [hook] = [item for item in found if item.settings == "other=7"]
-    assert (hook.stage, hook.module) == ("backward", "inner.1")
 
 
 def test_operations_before_the_first_forward_pass_have_no_number() -> None:

@@ -204,7 +204,6 @@ DECISIONS = {
     "one line": ("for p in net.parameters(): dist.all_reduce(p.grad, dist.ReduceOp.AVG); f()\n", "something else"),
     # A factor besides the number of ranks.
     "4": (f"{LOOP}    p.grad /= 4 * dist.get_world_size()\n", "divide by 4 * dist.get_world_size()"),
-    "3": (f"{LOOP}    p.grad.copy_(p.grad / (3 * world_size))\n", "divide by 3 * world_size"),
     "a factor 4": (f"{LOOP}    p.grad *= 4 / world_size\n", "multiply by 4 / world_size"),
     "the count as a factor": (f"{LOOP}    p.grad.mul_(world_size)\n", "multiply by world_size"),
     "weight decay": (f"{LOOP}    p.grad = p.grad / world_size + 1e-3 * p.data\n", "line 6 is about something else"),
