@@ -1,8 +1,9 @@
-"""check_replicas() on wrappers and groups, and in the middle of anything."""
+"""check_replicas() on wrappers and groups, in the middle of anything, and with wrong arguments."""
 
 import copy
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import LegacyDistributedDataParallel, PeerError, ReplicaDivergenceError
-from legacy_ddp.debug import ReplicaReport, check_replicas
+from legacy_ddp.debug import ReplicaReport, check_replicas, cross_check
 from tests.debug.test_check_replicas import net
 from tests.helpers.cases import bits_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.replica_scenes import Observation, flip_lowest, holding, observations, observe
-from tests.helpers.shared_jobs import on_ranks
-from tests.helpers.small_models import add_gradients
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
+from tests.helpers.small_models import Said, add_gradients, error_of, wrap
 
 HERE = "tests.debug.test_check_replicas_calls"
 
@@ -184,13 +185,9 @@ def test_it_can_be_called_anywhere(rank: int) -> list[bool]:
     model = LegacyDistributedDataParallel(net(), checks="detail")
     identical = []
     model.eval()
-    identical.append(check_replicas(model).identical)
-    with model.no_sync():
-        identical.append(check_replicas(model).identical)
-    with torch.inference_mode():
-        identical.append(check_replicas(model).identical)
-    with torch.autocast("cpu", torch.bfloat16):
-        identical.append(check_replicas(model).identical)
+    for mode in (nullcontext(), model.no_sync(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with mode:
+            identical.append(check_replicas(model).identical)
     model.train()
     model.all_reduce()
     if rank == 1:
@@ -232,3 +229,64 @@ def test_a_model_frozen_on_one_rank_alone_ends_on_all() -> None:
 
     assert first == second
     assert first[1]
+
+
+# Name: an argument, and the error of a rank that gives it; "" if it is wrong only beside the other rank's.
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "what in one string": ({"what": "parameters"}, "TypeError"),
+    "what unknown": ({"what": ["weights"]}, "ValueError"),
+    "what of numbers": ({"what": [1]}, "TypeError"),
+    "what no iterable": ({"what": 1}, "TypeError"),
+    "what empty": ({"what": ()}, "ValueError"),
+    "details negative": ({"details": -1}, "ValueError"),
+    "details a bool": ({"details": True}, "ValueError"),
+    "details a float": ({"details": 1.5}, "ValueError"),
+    "raises a number": ({"raises": 1}, "TypeError"),
+    "local buffers in one string": ({"local_buffers": "1.running_mean"}, "TypeError"),
+    "local buffers unknown": ({"local_buffers": ["1.nothing"]}, "ValueError"),
+    "local buffers a number": ({"local_buffers": 3}, "TypeError"),
+    "optimizers without any": ({"what": ["optimizer"]}, "ValueError"),
+    "optimizer a string": ({"optimizer": "SGD"}, "TypeError"),
+    "optimizer a class": ({"optimizer": [torch.optim.SGD]}, "TypeError"),
+    "model a number": ({"model": 1}, "TypeError"),
+    "model several tensors": ({"model": [torch.ones(2)]}, "TypeError"),
+    "other what": ({"what": ["buffers"]}, ""),
+    "other details": ({"details": 7}, ""),
+    "other raises": ({"raises": True}, ""),
+}
+
+
+def _call_with(rank: int, arguments: Any, wrong: tuple[int, ...]) -> tuple[Said, bool]:
+    """The error of a call with ``arguments`` on the ranks in ``wrong``, and whether the next call works."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    said = error_of(check_replicas, **({"model": model} | (arguments if rank in wrong else {})))
+    return said, check_replicas(model).identical
+
+
+@once
+def _found() -> dict[Any, list[tuple[Said, bool]]]:
+    wrong_on = ((1,), (0, 1))
+    return run_cases(_call_with, 2, {(name, on): (ARGUMENTS[name][0], on) for name in ARGUMENTS for on in wrong_on})
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_wrong_argument_is_the_rank_s_own_error_or_one_of_all_and_the_next_call_works(name: str) -> None:
+    kind = ARGUMENTS[name][1]
+    first, second = _found()[name, (1,)]
+
+    assert first == second
+    assert first[0] is not None
+    assert (first[0][0], first[1]) == ("PeerError" if kind else "LayoutError", True)
+    assert (f"rank 1: {kind}: " if kind else name.removeprefix("other ")) in first[0][1]
+    for said, is_usable in _found()[name, (0, 1)]:
+        assert (said and said[0], is_usable) == (kind or None, True), said
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compiled_wrapper_is_the_wrapper_to_the_tools() -> None:
+    model = wrap()
+    compiled = torch.compile(model, backend="eager")
+
+    assert check_replicas(compiled).identical
+    assert cross_check(compiled, lambda model, batch: model(batch).sum(), torch.ones(3, 2)).agrees

@@ -235,12 +235,6 @@ def _flip_weight_and_average(module: nn.Module, optimizer: torch.optim.Optimizer
 # Name: the change, what is named, the phase, and the evidence.
 CHANGED: dict[str, tuple[Callable[[Any, Any], object], tuple[str, ...], str, str]] = {
     "average": (_flip_average, ("exp_avg of 'it'",), "step", "optimizer state"),
-    "count": (
-        lambda module, optimizer: flip_lowest(optimizer.state[module.it]["step"], ()),
-        ("step of 'it'",),
-        "step",
-        "optimizer state",
-    ),
     "rate": (
         lambda _, optimizer: optimizer.param_groups[0].update(lr=0.25),
         ("lr of parameter group 0",),
@@ -263,13 +257,6 @@ def test_of_two_ranks_the_one_whose_optimizer_state_changed_outside_of_a_step_is
     if name == "average":
         assert [(element.rank, element.count, element.index) for element in seen.elements] == [(1, 1, (1, 2))]
     assert observations(f"{HERE}:CHANGES", 2, 0, 1)[name].identical
-
-
-@pytest.mark.parametrize("name", ["average", "count"])
-def test_of_three_ranks_evidence_against_two_leaves_open_who_is_at_fault(name: str) -> None:
-    seen = observations(f"{HERE}:CHANGES", 3, 0, 2)[name]
-
-    assert (seen.ranks, seen.minority, seen.implicated) == ((), (1,), (0, 2)), seen.text
 
 
 @pytest.mark.parametrize("name", LOST)

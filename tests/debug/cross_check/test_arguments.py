@@ -1,7 +1,9 @@
-"""Wrong arguments and failures of a cross-check are the same error on all ranks, and change nothing."""
+"""Wrong arguments, failures and hangs of a cross-check are told on all ranks, and failures change nothing."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import DesyncError, LegacyDistributedDataParallel, ReplicaDivergenceError
+from legacy_ddp import DesyncError, LegacyDistributedDataParallel, ReplicaDivergenceError, SyncTimeoutError
 from legacy_ddp.debug import CrossCheck, cross_check
 from tests.helpers.cross_faults import Cached, Net, batch_of, flip, loss_of
 from tests.helpers.ranks import run_ranks
@@ -184,30 +186,23 @@ def test_errors_are_equal_on_all_ranks_and_leave_everything_as_it_was() -> None:
         assert all(part in " ".join(first[name][1].split()) for part in text.split(" ... ")), (name, first[name])
 
 
-def _with_buffer(rank: int, differs: bool) -> str:
+@on_ranks(3)
+def _stale_buffer(rank: int) -> str:
     net = Net(nn.Tanh())
-    net.register_buffer("table", torch.ones(3) * (1 + (differs and rank == 1)), persistent=False)
+    net.register_buffer("table", torch.ones(3) * (1 + (rank == 1)), persistent=False)
     runs = []
     model = LegacyDistributedDataParallel(net, init_sync=False)
-    try:
-        return str(cross_check(model, lambda model, batch: runs.append(1) or loss_of(model, batch), batch_of(rank)))
-    except ReplicaDivergenceError as error:
-        assert runs == []
-        return f"error: {error}"
-
-
-@on_ranks(3)
-def _stale_buffer(rank: int) -> tuple[str, str]:
-    return _with_buffer(rank, differs=False), _with_buffer(rank, differs=True)
+    with pytest.raises(ReplicaDivergenceError) as caught:
+        cross_check(model, lambda model, batch: runs.append(1) or loss_of(model, batch), batch_of(rank))
+    assert runs == []
+    return str(caught.value)
 
 
 def test_a_stale_buffer_is_found_before_anything_runs() -> None:
-    first, *others = _stale_buffer()
-    silent, found = first
+    found, *others = _stale_buffer()
 
-    assert others == [first, first]
-    assert "all ranks compute the same" in silent
-    assert found.startswith("error: cross_check() call 1: replicas differ in 1 of 1 buffer\n")
+    assert others == [found, found]
+    assert found.startswith("cross_check() call 1: replicas differ in 1 of 1 buffer\n")
     assert "buffer 'table'" in found
     assert "rank 1 against ranks 0, 2" in found
 
@@ -368,3 +363,41 @@ def _in_a_group(rank: int) -> tuple[str, tuple[int, ...]] | None:
 
 def test_ranks_are_counted_in_the_group() -> None:
     assert run_ranks(_in_a_group, 3) == [("differs", (0, 1)), None, ("differs", (0, 1))]
+
+
+_HANGING = 2
+
+
+def _wait_for(paths: list[Path]) -> None:
+    while not all(path.exists() for path in paths):
+        time.sleep(0.05)
+
+
+def _hang(rank: int, folder: Path) -> str:
+    model = LegacyDistributedDataParallel(Net(nn.Tanh()), timeout_seconds=3.0)
+    told = [folder / str(other) for other in range(3) if other != _HANGING]
+
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        if rank == _HANGING:
+            _wait_for(told)
+        return loss_of(model, batch)
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its type is checked below
+        cross_check(model, run, batch_of(rank))
+    if rank == _HANGING:
+        return ""
+    assert isinstance(caught.value, SyncTimeoutError)
+    assert caught.value.ranks == (_HANGING,)
+    (folder / str(rank)).touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_hangs_inside_run_is_named_with_its_line(tmp_path: Path) -> None:
+    texts = run_ranks(_hang, 3, tmp_path, fresh=True)
+
+    for text in texts[:_HANGING]:
+        words = " ".join(text.split())
+        assert f"missing rank {_HANGING} (cross_check() call 1: run, at cross_check/test_arguments.py:" in words
+        assert "in _wait_for" in words
+        assert f"stack of rank {_HANGING}, innermost last:" in words
+        assert "look at the network" not in words

@@ -103,7 +103,7 @@ def test_a_run_that_calls_eval_leaves_wrapper_and_other_modules_in_training_mode
         return loss_of(model, batch)
 
     agrees = cross_check(model, run, batch_of(rank)).agrees
-    return agrees, model.training, other.training
+    return agrees, all(module.training for module in model.modules()), other.training
 
 
 class _Warm(nn.Module):
