@@ -218,12 +218,8 @@ def test_a_column_names_the_rank_that_was_waited_for_most_often_in_it(tmp_path: 
 
 def test_a_run_shows_norms_of_reduced_gradients_elements_not_finite_and_where_ranks_differ(tmp_path: Path) -> None:
     planted = {
-        (0, 2, "reduced_gradients", A): ("aa" * 8, 7.5, 3),
-        (1, 2, "reduced_gradients", A): ("aa" * 8, 7.5, 3),
-        (2, 2, "reduced_gradients", A): ("aa" * 8, 7.5, 3),
-        (0, 3, "reduced_gradients", B): (None, None),
-        (1, 3, "reduced_gradients", B): (None, None),
-        (2, 3, "reduced_gradients", B): (None, None),
+        **{(rank, 2, "reduced_gradients", A): ("aa" * 8, 7.5, 3) for rank in range(3)},
+        **{(rank, 3, "reduced_gradients", B): (None, None) for rank in range(3)},
         (1, 3, "reduced_gradients", A): (OTHER, 1.0),
         (1, 4, "parameters", PARAMETER_B): (OTHER, 1.0, 9),
         (1, 0, "parameters", PARAMETER_A): (OTHER, 1.0),
@@ -238,13 +234,6 @@ def test_a_run_shows_norms_of_reduced_gradients_elements_not_finite_and_where_ra
     assert chart.cells_with("ranks differ") == {("'a'", "start"), ("'a'", "3"), ("'b'", "4")}
     assert chart.cell("'b'", "4")[1] == "ranks differ, 9"
     assert chart.cells_with(", ") == {("'a'", "2"), ("'b'", "4")}
-
-
-def test_two_equal_runs_are_at_distance_0_wherever_they_hold_something(tmp_path: Path) -> None:
-    chart = _map(tmp_path, {}, {})
-
-    assert (chart.values == 0).all()  # at the start, too: there are parameters
-    assert {label for row in chart.labels for label in row} == {"equal bits"}
 
 
 def test_the_distance_of_two_runs_is_that_of_norms_over_the_larger_one(tmp_path: Path) -> None:
@@ -270,6 +259,7 @@ def test_the_distance_of_two_runs_is_that_of_norms_over_the_larger_one(tmp_path:
     }
     chart = _map(tmp_path, a, b, steps=8)
 
+    assert chart.cell("'a'", "start") == chart.cell("'a'", "5") == (0.0, "equal bits")
     assert [chart.cell("'a'", step) for step in "123678"] == [(0.75, "bits differ")] * 6
     assert chart.cell("'b'", "2") == (0.0, "equal bits")
     assert chart.cell("'b'", "3") == (0.0, "norms equal, bits differ")
@@ -297,19 +287,14 @@ def test_steps_and_parameters_that_only_one_run_has_are_no_difference_but_a_gap(
 
 
 def test_the_start_of_a_run_that_goes_on_is_no_step_of_its_own(tmp_path: Path) -> None:
-    environments = lambda rank, size: environment(rank, size, first_step=4)  # noqa: E731  # short, and used once
-    chart = _pages(tmp_path, {"steps": 6}, {"steps": 3, "environments": environments})[0]
+    later = {"environments": lambda rank, size: environment(rank, size, first_step=4)}
+    chart = _pages(tmp_path / "both", {"steps": 6}, {"steps": 3, **later})[0]
 
     assert chart.columns == ["start", "1", "2", "3", "4", "5", "6"]
     assert (chart.values[:, 3] == 0).all()  # what both hold after step 3
     assert np.isnan(chart.values[:, :3]).all()
-
-
-def test_a_later_start_of_another_run_is_one_of_the_steps(tmp_path: Path) -> None:
-    environments = lambda rank, size: environment(rank, size, first_step=4)  # noqa: E731  # short, and used once
-    runs = {"steps": 4, "start": ()}, {"steps": 1, "environments": environments}
-
-    assert _pages(tmp_path, *runs)[0].columns == ["1", "2", "3", "4"]
+    without_start = _pages(tmp_path / "later", {"steps": 4, "start": ()}, {"steps": 1, **later})[0]
+    assert without_start.columns == ["1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize(
