@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
@@ -21,7 +21,6 @@ MODULES = ("legacy_ddp", "legacy_ddp.data", "legacy_ddp.debug", "legacy_ddp.ligh
 PAGES = ("index.html", "api/wrapper.html", "errors.html")
 # `make docs` builds the site, too.
 pytestmark = pytest.mark.thorough
-needs_browser = pytest.mark.skipif(reason_missing() is not None, reason=str(reason_missing()))
 SHOWN = """
 const article = document.querySelector("article") || document.querySelector("main")
 const around = [article]
@@ -64,8 +63,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[webdriver.Chrome]:
+    if missing := reason_missing():
+        pytest.skip(missing)
     with open_browser() as driver:
         yield driver
+
+
+Open = Callable[[str, int], Page]
+
+
+@pytest.fixture
+def open_page(site: Path, driver: webdriver.Chrome) -> Open:
+    """Opens a page of the site, in a window of a width in pixels."""
+
+    def opened(name: str, width: int) -> Page:
+        page = Page(driver, site / name, ready=LOADED)
+        page.set_width(width)
+        return page
+
+    return opened
 
 
 def _pages(site: Path) -> list[Path]:
@@ -152,11 +168,11 @@ def test_no_page_loads_anything_of_another_host(site: Path) -> None:
         assert [address for address in _Addresses(page).resources if "//" in address] == [], page
 
 
-@needs_browser
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_readable_in_both_modes_and_fits_its_window(site: Path, driver: webdriver.Chrome, name: str) -> None:
-    page = Page(driver, site / name, ready=LOADED)
-    page.set_width(1280)
+def test_a_page_is_readable_in_both_modes_and_fits_its_window(
+    open_page: Open, driver: webdriver.Chrome, name: str
+) -> None:
+    page = open_page(name, 1280)
     papers = {}
     for mode in ("light", "dark"):
         page.run("document.documentElement.dataset.theme = arguments[0]", mode)
@@ -180,25 +196,21 @@ def _screenshot_levels(driver: webdriver.Chrome) -> tuple[int, int]:
     return paper, max((level for level, count in enumerate(counts) if count >= 500), key=lambda x: abs(x - paper))
 
 
-@needs_browser
-def test_every_page_fits_a_narrow_window_and_keeps_its_words_whole(site: Path, driver: webdriver.Chrome) -> None:
+def test_every_page_fits_a_narrow_window_and_keeps_its_words_whole(site: Path, open_page: Open) -> None:
     excess, broken = {}, {}
     # Pages of source files are all alike.
     for path in [*(path for path in _pages(site) if site / "source" not in path.parents), _pages(site / "source")[0]]:
-        page = Page(driver, path, ready=LOADED)
-        page.set_width(390)
         name = path.relative_to(site).as_posix()
+        page = open_page(name, 390)
         excess[name], broken[name] = page.run(SHOWN)["overflow"], page.run(BROKEN_WORDS)
 
     assert {name: pixels for name, pixels in excess.items() if pixels > 0} == {}
     assert {name: words for name, words in broken.items() if words} == {}
 
 
-@needs_browser
-def test_a_row_of_sentences_is_a_block_in_a_narrow_window(site: Path, driver: webdriver.Chrome) -> None:
-    page = Page(driver, site / "faults.html", ready=LOADED)
+def test_a_row_of_sentences_is_a_block_in_a_narrow_window(open_page: Open) -> None:
+    page = open_page("faults.html", 390)
     widths = "return [...document.querySelector('table.rows-as-blocks tbody tr').cells].map(cell => cell.clientWidth)"
-    page.set_width(390)
     blocks = page.run(widths)
     page.set_width(1440)
 
@@ -206,9 +218,8 @@ def test_a_row_of_sentences_is_a_block_in_a_narrow_window(site: Path, driver: we
     assert sum(page.run(widths)) <= 1440
 
 
-@needs_browser
-def test_removed_lines_are_red_and_new_lines_are_green(site: Path, driver: webdriver.Chrome) -> None:
-    page = Page(driver, site / "migration.html", ready=LOADED)
+def test_removed_lines_are_red_and_new_lines_are_green(open_page: Open) -> None:
+    page = open_page("migration.html", 1280)
     for mode in ("light", "dark"):
         page.run("document.documentElement.dataset.theme = arguments[0]", mode)
         colour = "return getComputedStyle(document.querySelector(arguments[0])).backgroundColor"
@@ -219,7 +230,6 @@ def test_removed_lines_are_red_and_new_lines_are_green(site: Path, driver: webdr
         assert max(new) == new[1] > new[0]
 
 
-@needs_browser
 def test_a_search_works_without_a_server_quotes_the_pages_and_finds_a_section_first(
     site: Path, driver: webdriver.Chrome
 ) -> None:
@@ -235,11 +245,8 @@ def test_a_search_works_without_a_server_quotes_the_pages_and_finds_a_section_fi
     assert (Path(first.path).name, first.fragment) == ("migration.html", "average-gradients-by-hand")
 
 
-@needs_browser
-def test_a_report_of_80_columns_fits_into_a_window_of_1280_pixels(site: Path, driver: webdriver.Chrome) -> None:
-    page = Page(driver, site / "debugging.html", ready=LOADED)
-    page.set_width(1280)
-
+def test_a_report_of_80_columns_fits_into_a_window_of_1280_pixels(open_page: Open) -> None:
+    page = open_page("debugging.html", 1280)
     measured = "block => [block.innerText, block.scrollWidth - block.clientWidth]"
     blocks = page.run(f"return [...document.querySelectorAll('pre')].map({measured})")
     reports = [(text, excess) for text, excess in blocks if max(map(len, text.splitlines())) <= 80]
@@ -247,14 +254,9 @@ def test_a_report_of_80_columns_fits_into_a_window_of_1280_pixels(site: Path, dr
     assert [text for text, excess in reports if excess > 0] == []
 
 
-@needs_browser
 @pytest.mark.parametrize("name", ["index.html", "overview.html", "errors.html"])
-def test_examples_and_messages_are_whole_and_as_wide_as_the_text_at_1440_pixels(
-    site: Path, driver: webdriver.Chrome, name: str
-) -> None:
-    page = Page(driver, site / name, ready=LOADED)
-    page.set_width(1440)
-
+def test_examples_and_messages_are_whole_and_as_wide_as_the_text_at_1440_pixels(open_page: Open, name: str) -> None:
+    page = open_page(name, 1440)
     blocks = page.run(
         "return [...document.querySelectorAll('article pre')]"
         ".map(block => [block.scrollWidth - block.clientWidth, block.getBoundingClientRect().right])"
@@ -266,21 +268,14 @@ def test_examples_and_messages_are_whole_and_as_wide_as_the_text_at_1440_pixels(
     assert {round(right) for _, right in blocks} == {round(max(texts))}
 
 
-@needs_browser
-def test_the_drawing_of_the_first_page_is_readable_on_a_small_screen(site: Path, driver: webdriver.Chrome) -> None:
-    page = Page(driver, site / "index.html", ready=LOADED)
-    page.set_width(390)
-
+def test_the_drawing_of_the_first_page_is_readable_on_a_small_screen(open_page: Open) -> None:
+    page = open_page("index.html", 390)
     scale = page.run("const image = document.querySelector('article img'); return image.width / image.naturalWidth")
     assert 13 * scale > 11  # pixels of its letters
 
 
-@needs_browser
-def test_no_heading_of_a_sidebar_touches_its_border(site: Path, driver: webdriver.Chrome) -> None:
-    page = Page(driver, site / "errors.html", ready=LOADED)
-    page.set_width(1440)
-
-    gap = page.run("""
+def test_no_heading_of_a_sidebar_touches_its_border(open_page: Open) -> None:
+    gap = open_page("errors.html", 1440).run("""
 const title = document.querySelector(".bd-sidebar-primary .bd-links__title"), range = document.createRange()
 range.selectNodeContents(title)
 const border = document.querySelector(".bd-sidebar-primary").getBoundingClientRect().right

@@ -21,27 +21,20 @@ class Teacher(nn.Linear):
     """Another model, with parameters of the same names and shapes."""
 
 
-def _wrap(modules: list[nn.Module]) -> None:
+def _one_by_one(act: Callable[[nn.Module], object], modules: list[nn.Module]) -> None:
     for module in modules:
-        LegacyDistributedDataParallel(module)
+        act(module)
 
 
-def _wrap_without_sync(modules: list[nn.Module]) -> None:
-    for module in modules:
-        LegacyDistributedDataParallel(module, init_sync=False, checks="off")
+def _wrap_in_lists(module: nn.Module) -> None:
+    LegacyDistributedDataParallel(nn.Sequential(nn.ModuleDict({"net": module}), nn.Tanh()))
 
 
-def _wrap_in_lists(modules: list[nn.Module]) -> None:
-    for module in modules:
-        LegacyDistributedDataParallel(nn.Sequential(nn.ModuleDict({"net": module}), nn.Tanh()))
-
-
-def _wrap_variants(modules: list[nn.Module]) -> None:
+def _wrap_variants(module: nn.Module) -> None:
     """Compiled, beside a copy, and with a parametrization, which gives every module a class of its own."""
-    for module in modules:
-        compiled = torch.compile(module, backend="eager")
-        own = parametrize.register_parametrization(type(module)(2, 2), "weight", nn.Identity())
-        LegacyDistributedDataParallel(nn.Sequential(compiled, copy.deepcopy(module), nn.Sequential(), own))
+    compiled = torch.compile(module, backend="eager")
+    own = parametrize.register_parametrization(type(module)(2, 2), "weight", nn.Identity())
+    LegacyDistributedDataParallel(nn.Sequential(compiled, copy.deepcopy(module), nn.Sequential(), own))
 
 
 def _wrap_and_broadcast(modules: list[nn.Module]) -> None:
@@ -57,18 +50,17 @@ def _wrap_and_broadcast(modules: list[nn.Module]) -> None:
             module.load_state_dict(model.module.state_dict())
 
 
-def _reduce(modules: list[nn.Module]) -> None:
-    for module in modules:
-        all_reduce_gradients(module)
-
-
+_wrap_without_sync = partial(LegacyDistributedDataParallel, init_sync=False, checks="off")
 _WAYS: dict[str, tuple[Callable[[list[nn.Module]], None], str]] = {
-    "wrapped": (_wrap, "{}"),
-    "without init_sync and checks": (_wrap_without_sync, "{}"),
-    "in lists": (_wrap_in_lists, "Sequential(ModuleDict({}), Tanh)"),
-    "variants": (_wrap_variants, "Sequential({0}, Sequential(), Parametrized{0})"),
+    "wrapped": (partial(_one_by_one, LegacyDistributedDataParallel), "{}"),
+    "without init_sync and checks": (partial(_one_by_one, _wrap_without_sync), "{}"),
+    "in lists": (partial(_one_by_one, _wrap_in_lists), "Sequential(ModuleDict({}), Tanh)"),
+    "variants": (
+        partial(_one_by_one, _wrap_variants),
+        "Sequential({0}, Sequential(), Parametrized{0})",
+    ),
     "copies": (_wrap_and_broadcast, "{}"),
-    "the function": (_reduce, "{}"),
+    "the function": (partial(_one_by_one, all_reduce_gradients), "{}"),
 }
 
 
