@@ -1,4 +1,4 @@
-"""Diverged replicas are found with default settings: rank, tensor, and the calls between which it happened."""
+"""Diverged replicas are found with default settings, or in every N-th call: rank, tensor, and since which call."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -72,23 +72,21 @@ def _all_faults(rank: int, faulty: tuple[int, ...], steps: int) -> dict[str, Tol
 
 
 @once
-def _told(world_size: int, *faulty: int) -> list[dict[str, Told]]:
-    steps = STEP + trainings.told_within() + 4
-    return run_ranks(_all_faults, world_size, faulty, steps, timeout_seconds=240)
+def _told(*faulty: int) -> list[dict[str, Told]]:
+    return run_ranks(_all_faults, 3, faulty, STEP + trainings.told_within() + 4, timeout_seconds=240)
 
 
-@pytest.mark.parametrize("world_size, who", [pytest.param(2, 1, marks=pytest.mark.soak), (3, 0)])
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int, who: int) -> None:
-    fault, (first, *others) = FAULTS[name], [of_rank[name] for of_rank in _told(world_size, who)]
+def test_what_one_rank_does_alone_is_told_once_on_all(name: str) -> None:
+    fault, (first, *others) = FAULTS[name], [of_rank[name] for of_rank in _told(0)]
 
-    assert others == [first] * (world_size - 1)
+    assert others == [first] * 2
     ((call, text),) = first
     line = unwrapped(text)
     last, late = trainings.told_within(), trainings.told_late()
     assert STEP < call <= STEP + last or (fault.step == 0 and call <= last), first
     assert f"all_reduce() call {call}: replicas differ" in text
-    assert f"rank {who} against rank" in line or world_size == 2
+    assert "rank 0 against rank" in line
     assert trainings.names_in(text) == fault.names
     assert all(word in line for word in fault.words if not late or word not in _OF_THE_STEP), text
     assert not fault.at_once or STEP + 1 <= call <= STEP + 1 + late
@@ -101,11 +99,11 @@ def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int
 @pytest.mark.unsimulated("each operation takes long there, and what is told runs there")
 @pytest.mark.parametrize("name", [name for name in FAULTS if not name.startswith("weights")])  # each makes its own
 def test_what_all_ranks_do_alike_is_silent(name: str) -> None:
-    assert [of_rank[name] for of_rank in _told(3, 0, 1, 2)] == [[]] * 3
+    assert [of_rank[name] for of_rank in _told(0, 1, 2)] == [[]] * 3
 
 
 def test_the_evidence_of_a_single_tensor_is_a_rotation_wide() -> None:
-    ((call, text),) = _told(3, 0)[0]["noise on a weight"]
+    ((call, text),) = _told(0)[0]["noise on a weight"]
     since = 1 + int(unwrapped(text).partition("between the first forward after call ")[2].split()[0])
 
     assert since <= STEP
@@ -225,3 +223,69 @@ def test_a_model_without_digestible_tensors_is_silent(alone: None) -> None:
     model = LegacyDistributedDataParallel(torch.nn.Identity())
 
     assert model.all_reduce().call == 1
+
+
+# With ``Checks("detail", every=5)``: all of the replicas in calls 1, 6, 11, and nothing between
+
+_EVERY = {"checks": Checks("detail", every=5)}
+_SINCE = "since: between the first forward after call 5 and this call"
+# By fault of step 7: the action, the moment, the call of the error, its type and words of its text.
+FAULTS_BETWEEN: dict[str, tuple[Action, tuple[str, int], int, str, tuple[str, ...]]] = {
+    "noise": (trainings.add_noise, ("reduced", 7), 11, "ReplicaDivergenceError", ("parameter '3.weight'", _SINCE)),
+    "buffer": (trainings.poke_buffer, ("reduced", 7), 11, "ReplicaDivergenceError", ("buffer 'table'", _SINCE)),
+    "clipped": (trainings.clip, ("reduced", 7), 11, "ReplicaDivergenceError", ("parameter '0.bias'", _SINCE)),
+    "the start": (trainings.initialise, ("wrapped", 0), 1, "ReplicaDivergenceError", ("since: the start",)),
+    "a step": (
+        lambda run: run.optimizer.zero_grad(),
+        ("reduced", 7),
+        8,
+        "DesyncError",
+        ("different numbers of optimizer steps",),
+    ),
+}
+
+
+def _train_in_detail(rank: int, name: str, who: tuple[int, ...]) -> Told:
+    action, moment, *_ = FAULTS_BETWEEN[name]
+    return train(Run(rank, arguments=_EVERY), 17, {moment: action} if rank in who else {})
+
+
+@once
+def _told_in_detail(world_size: int, *who: int) -> dict[str, list[Told]]:
+    return run_cases(_train_in_detail, world_size, {name: (name, who) for name in FAULTS_BETWEEN})
+
+
+@pytest.mark.parametrize("name", FAULTS_BETWEEN)
+def test_a_fault_is_an_error_on_all_ranks_in_the_next_call_that_compares(name: str) -> None:
+    """The first call compares the start; steps are counted in every call."""
+    _, _, expected_call, error, words = FAULTS_BETWEEN[name]
+    first, *others = _told_in_detail(3, 0)[name]
+
+    assert others == [first] * 2
+    ((call, text),) = first
+    assert (call, text.partition(":")[0]) == (expected_call, error), text
+    assert all(word in unwrapped(text) for word in words), text
+
+
+def test_what_all_ranks_do_alike_between_two_comparisons_is_silent() -> None:
+    found = _told_in_detail(2, 0, 1)
+    del found["the start"]  # initialised by each rank
+
+    assert all(told == [[], []] for told in found.values()), found
+
+
+@on_ranks(2, [[1, 6, 11]] * 2)
+def test_the_calls_between_take_no_digest(rank: int) -> list[int]:
+    run = Run(rank, arguments=_EVERY)
+    train(run, 12, {})
+    return [call for call, record in enumerate(run.records, 1) if "digest" in record.seconds]
+
+
+# which finds the statistics of the normalisation
+@on_ranks(2, [[6]] * 2)
+def test_a_forward_between_call_and_step_on_one_rank_makes_no_difference(rank: int) -> list[int]:
+    """Rank 0 runs a training forward there, with the weights before the step."""
+    run = Run(rank, arguments=_EVERY)
+    forward = {("reduced", EACH): lambda run: torch.enable_grad()(run.model)(torch.ones(8, 64))}
+    train(run, 12, forward if rank == 0 else {})
+    return [call for call, record in enumerate(run.records, 1) if "compare" in record.seconds]

@@ -39,18 +39,6 @@ def _freeze(module: nn.Module, rank: int, step: int) -> None:
     module[1].eval()
 
 
-def _stop_momentum(module: nn.Module, rank: int, step: int) -> None:
-    module[1].momentum = 0.0
-
-
-def _stop_tracking(module: nn.Module, rank: int, step: int) -> None:
-    module[1].track_running_stats = False
-
-
-def _stop_momentum_after_warm_up(module: nn.Module, rank: int, step: int) -> None:
-    module[1].momentum = 0.1 if step < 4 else 0.0
-
-
 def _evaluate_between(module: nn.Module, rank: int, step: int) -> None:
     module.eval()
     with torch.no_grad():
@@ -85,8 +73,8 @@ FROZEN = {
     "evaluation mode": Case(_freeze),
     "the whole model in evaluation mode": Case(lambda module, *_: module.eval()),
     "a forward of the module inside": Case(_freeze, is_inside=True),
-    "momentum 0": Case(_stop_momentum),
-    "no tracking": Case(_stop_tracking),
+    "momentum 0": Case(lambda module, *_: setattr(module[1], "momentum", 0.0)),
+    "no tracking": Case(lambda module, *_: setattr(module[1], "track_running_stats", False)),
     "SyncBatchNorm": Case(_freeze, lambda: nn.SyncBatchNorm(4)),
     "InstanceNorm": Case(_freeze, lambda: nn.InstanceNorm1d(4, track_running_stats=True)),
     "a class of the user": Case(_nothing, _Frozen),
@@ -96,7 +84,9 @@ OWN = {
     "training": Case(_nothing),
     "evaluation between": Case(_evaluate_between),
     "frozen after a warm-up": Case(lambda module, _, step: module[1].train(step < 4)),
-    "momentum 0 after a warm-up": Case(_stop_momentum_after_warm_up),
+    "momentum 0 after a warm-up": Case(
+        lambda module, _, step: setattr(module[1], "momentum", 0.1 if step < 4 else 0.0)
+    ),
     "frozen on one rank": Case(lambda module, rank, _: module[1].train(rank != 0)),
     "cumulative averages": Case(_nothing, lambda: nn.BatchNorm1d(4, momentum=None)),
     "InstanceNorm in training": Case(_nothing, lambda: nn.InstanceNorm1d(4, track_running_stats=True)),

@@ -256,16 +256,6 @@ def test_a_majority_is_counted_and_not_called_right(name: str) -> None:
     check_harmless(outcome)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", FAULTS)
-def test_two_ranks_of_four_have_no_majority_against_them(name: str) -> None:
-    fault, outcome = FAULTS[name], _outcomes(4, (1, 3))[name]
-
-    assert (outcome.phase, outcome.ranks) == (fault.phase, (1, 3) if fault.has_evidence else ()), outcome.text
-    assert "ranks 1, 3 against ranks 0, 2" in outcome.text
-    check_harmless(outcome)
-
-
 # A fault beside what other ranks do
 
 FIRST, SECOND, ALL = 0, 1, 2  # groups of ranks
