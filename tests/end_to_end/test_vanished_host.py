@@ -17,6 +17,7 @@ import torch.distributed as dist
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from tests.helpers.hosts import Hosts, leave_facts
 from tests.helpers.processes import slowness
+from tests.helpers.small_models import transport_line
 
 TIMEOUT_SECONDS = 6.0
 STEPS_BEFORE = 5
@@ -89,7 +90,8 @@ def test_a_slow_link_between_hosts_is_neither_an_error_nor_a_warning(tmp_path: P
     with Hosts(2, rate_mbit=SLOW_MBIT) as hosts:
         hosts.torchrun(__file__, str(tmp_path), "slow", nproc_per_node=2).wait(120.0)
 
-    weights, log = zip(*(torch.load(tmp_path / str(rank), weights_only=True) for rank in range(4)), strict=True)
+    left = [torch.load(tmp_path / str(rank), weights_only=True) for rank in range(4)]
+    weights, lines, logs = zip(*left, strict=True)
     expected = _net()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     for step in range(SLOW_STEPS):
@@ -98,7 +100,8 @@ def test_a_slow_link_between_hosts_is_neither_an_error_nor_a_warning(tmp_path: P
         optimizer.step()
     for weight in weights:
         torch.testing.assert_close(weight, expected.weight.detach())
-    assert set(log) == {""}
+    assert set(lines) == {"transport: host (2 hosts of 2 ranks, gloo between them)"}
+    assert set(logs) == {""}
 
 
 def _net() -> torch.nn.Linear:
@@ -121,7 +124,8 @@ def _train_slowly(folder: Path) -> None:
         model(_batch(int(rank), step)).square().mean().backward()
         model.all_reduce()
         optimizer.step()
-    torch.save((model.module.weight.detach(), (folder / f"log-{rank}").read_text()), folder / rank)
+    log = (folder / f"log-{rank}").read_text()
+    torch.save((model.module.weight.detach(), transport_line(model), log), folder / rank)
     dist.destroy_process_group()
 
 

@@ -1,7 +1,8 @@
-"""Do modules of every kind, hooks and torch's functional calls end where torch DDP ends?"""
+"""Do modules of every kind, ways of backward, hooks and torch's functional calls end where torch DDP ends?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -89,10 +90,61 @@ def _convolutions() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (2, 1, 3)), nn.ZeroPad2d(1), convolution, nn.ReLU(), nn.Flatten())
 
 
-def _plain(side: Side, rank: int, build: Callable[[], nn.Module], **ddp: Any) -> State:
-    model = side.wrap(build(), **({} if side.ours else ddp))
+class _Branches(nn.Module):
+    """Uses no branch, one of three, or all of them; the fourth is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        which = int(batch[0, 0].abs() * 10) % 5
+        used = range(3) if which == 4 else [which] if which < 3 else []
+        trunk = self.trunk(batch)
+        return trunk.sum(1, keepdim=True) + sum(self.branches[index](trunk) for index in used)
+
+
+def _normalized() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def _loss_of_two_forwards(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return loss_of(model, batch) + model(-batch).sum(1).logsumexp(0)
+
+
+def _loss_in_bf16(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return loss_of(model, batch).float()
+
+
+def _plain(
+    side: Side,
+    rank: int,
+    build: Callable[[], nn.Module] = net,
+    *,
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = loss_of,
+    micro_batches: int = 1,
+    set_to_none: bool = True,
+    ours: Mapping[str, Any] = MappingProxyType({}),
+    **ddp: Any,
+) -> State:
+    """Parameters and buffers, and the gradients of the last step. ``ours``, ``ddp``: options of the wrappers."""
+    module = build()
+    model = side.wrap(module, **(ours if side.ours else ddp))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.5)
-    return train(side, rank, model, optimizer)
+    for batch in batches(rank):
+        optimizer.zero_grad(set_to_none)
+        if side.ours:
+            model.broadcast_buffers()
+        *others, last = batch.chunk(micro_batches)
+        for part in others:
+            with model.no_sync():
+                side.backward(model, loss(model, part))
+        side.backward(model, loss(model, last))
+        optimizer.step()
+    gradients = {name: torch.zeros(()) if p.grad is None else p.grad for name, p in module.named_parameters()}
+    return {**module.state_dict(), **{f"gradient of {name}": gradient for name, gradient in gradients.items()}}
 
 
 def _pruned(side: Side, rank: int) -> State:
@@ -149,6 +201,14 @@ LOOPS = {
     "channels_last": partial(_plain, build=_convolutions),
     "mixed dtypes": partial(_plain, build=_Mixed),
     "LoRA": partial(_plain, build=_Lora),
+    "BatchNorm": partial(_plain, build=_normalized),
+    "unused parameters": partial(_plain, build=_Branches, micro_batches=2, find_unused_parameters=True),
+    "two forwards": partial(_plain, loss=_loss_of_two_forwards, **_STATIC),
+    "autocast": partial(_plain, loss=_loss_in_bf16),
+    "accumulation": partial(_plain, micro_batches=4),
+    "accumulation, zeroed in place": partial(_plain, micro_batches=2, set_to_none=False),
+    "accumulation without views": partial(_plain, micro_batches=2, ours={"gradient_as_bucket_view": False}),
+    "a small buffer": partial(_plain, ours={"buffer_size": 7}),
     "functional_call": _pruned,
     "autograd.grad": _by_hand,
     "hooks": _hooked,

@@ -1,7 +1,9 @@
 """Do optimizers, clipping and averages of weights see under all_reduce() what they see under torch DDP?"""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,18 @@ from tests.helpers.besides_ddp import (
     distributed_optimizers,
     loss_of,
     net,
+    train,
     weights,
 )
+
+
+def _stepped(side: Side, rank: int, make: Callable[..., torch.optim.Optimizer]) -> State:
+    model = side.wrap(net())
+    return train(side, rank, model, make(model.parameters(), lr=0.02))
+
+
+def _zero_redundancy(parameters: Any, lr: float) -> Any:
+    return distributed_optimizers().ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=lr)
 
 
 def _clipped(side: Side, rank: int) -> State:
@@ -136,6 +148,9 @@ def _post_local_sgd(side: Side, rank: int) -> State:
 
 
 LOOPS = {
+    "foreach": partial(_stepped, make=partial(torch.optim.AdamW, foreach=True)),
+    "fused": partial(_stepped, make=partial(torch.optim.AdamW, fused=True)),
+    "ZeroRedundancyOptimizer": partial(_stepped, make=_zero_redundancy),
     "clip_grad_norm_": _clipped,
     "GradScaler": _scaled,
     "LBFGS": _line_search,

@@ -837,7 +837,7 @@ WATCHDOG = (
         "a survivor does not wait for its turn to end",
         "            end_after(error, self.processes([found.rank]))",
         "            pass",
-        "tests/end_to_end/test_outside_under_torchrun.py -k root_cause",
+        "tests/end_to_end/test_outside_under_torchrun.py -k root_cause and raises",
     ),
     Mutant(
         "any user gets an answer at the socket",
