@@ -118,6 +118,10 @@ _SHARED: dict[str, tuple[str, list[Any]]] = {  # by the words of the error: the 
         "reduce_dtype",
         [None, torch.bfloat16, None],
     ),
+    "setting 'absent_gradients': rank 1 has zeros; ranks 0, 2 have none": (
+        "absent_gradients",
+        ["none", "zeros", "none"],
+    ),
     "setting 'uneven': rank 0 has raise; ranks 1-2 have warn": ("checks", [Checks(uneven="raise"), "info", "info"]),
     "setting 'nonfinite': rank 0 has warn or ignore; ranks 1-2 have raise": ("checks", ["info", _RAISE, _RAISE]),
     "setting 'nonfinite': rank 1 has warn or ignore; ranks 0, 2 have raise": ("checks", [_RAISE, "off", _RAISE]),

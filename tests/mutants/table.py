@@ -129,13 +129,13 @@ AGREEMENT = (
         "a plain mean counts ranks that skip",
         "self.divisor = len(self.participants) + counted if",
         "self.divisor = len(self.headers) if",
-        f"{_HEADER} -k test_skip_goes",
+        "tests/call/test_all_reduce.py -k take_part_count",
     ),
     Mutant(
         "sample sizes are not added",
         "self.divisor = sum(sizes)",
         "self.divisor = max(sizes)",
-        f"{_HEADER} tests/call/test_all_reduce.py -k test_skip_goes or all_reduce",
+        "tests/call/test_all_reduce.py -k take_part_count",
     ),
     Mutant(
         "sample_size=0 takes part",

@@ -1,7 +1,6 @@
 """Disagreement of ranks: the same clear error on every rank, gradients untouched, training continues."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -156,34 +155,6 @@ def test_a_name_in_ignore_on_some_ranks_is_told_as_ignored() -> None:
     assert construction.count("ignored") == 1
     assert "'own'" not in construction
     assert "\n  buffer 'seen': rank 0 has float32 (1,) on cpu#0; ranks 1-2 have it ignored (ignore=)\n" in broadcast
-
-
-@on_ranks(2, [[5.0, 6.0, 7.0]] * 2)
-def test_the_same_names_registered_in_another_order_simply_work(rank: int) -> list[float]:
-    names = ["a", "b", "c"] if rank == 0 else ["c", "b", "a"]
-    model = Model(nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names}))
-    for number, name in enumerate("abc"):
-        model.module[name].weight.grad = torch.full((1, 1), float(number + 10 * rank))
-    model.all_reduce()
-    return [model.module[name].weight.grad.item() for name in "abc"]
-
-
-def _other_setting(rank: int, settings: dict[str, list[Any]]) -> str:
-    error = _attempt(
-        lambda: LegacyDistributedDataParallel(_net(), **{name: values[rank] for name, values in settings.items()})
-    )
-    return f"{type(error).__name__} {error}"
-
-
-def test_settings_that_must_agree_are_compared() -> None:
-    settings = {"buffer_size": [4, 8], "reduce_dtype": [None, torch.bfloat16], "uneven": ["warn", "raise"]}
-    settings["absent_gradients"] = ["none", "zeros"]
-    values = {name: ({name: of_ranks},) for name, of_ranks in settings.items()}
-    values["uneven"] = ({"checks": [Checks(uneven=policy) for policy in settings["uneven"]]},)
-    for name, (first, second) in run_cases(_other_setting, 2, values).items():
-        assert first == second
-        assert first.startswith("LayoutError")
-        assert name in first
 
 
 @pytest.mark.cpu("gradients on a device travel on the group of the script")

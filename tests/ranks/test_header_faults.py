@@ -314,18 +314,6 @@ def test_a_rank_without_a_batch_is_no_rank_that_calls_twice() -> None:
     assert seen == dict.fromkeys(seen, [([0.5, 0.5], 2)] * 2)
 
 
-def _skip_among(rank: int, sample_size: int | None) -> tuple[list[float], tuple[int, ...]]:
-    model = Model(nn.Linear(1, 1, bias=False))
-    model.module.weight.grad = torch.full((1, 1), 4.0 * rank)
-    record = model.all_reduce(skip=True) if rank == 1 else model.all_reduce(sample_size)
-    return model.module.weight.grad.flatten().tolist(), record.skipped_ranks
-
-
-def test_skip_goes_with_either_meaning() -> None:
-    seen = run_cases(_skip_among, 3, {"plain": (None,), "weighted": (2,)})
-    assert seen == {"plain": [([4.0], (1,))] * 3, "weighted": [([2.0], (1,))] * 3}
-
-
 @on_ranks(3, [([1.0, 1.0], (2,))] * 3)
 def test_a_repeated_call_of_all_ranks_that_take_part_is_no_extra_call(rank: int) -> tuple[list[float], tuple[int, ...]]:
     model = Model(small_net())

@@ -33,30 +33,6 @@ def _identical(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 # Ways to train; each yields once per step it has made
 
 
-def _two_steps_a_call(rank: int) -> Iterator[object]:
-    model = Model(tanh_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        _backward(model)
-        model.all_reduce()
-        optimizer.step()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield _identical(model, optimizer)
-
-
-def _step_every_other_call(rank: int) -> Iterator[object]:
-    model = Model(tanh_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        _backward(model)
-        model.all_reduce()
-        if step % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-        yield True
-
-
 def _unused_layers(rank: int) -> Iterator[object]:
     model = Model(nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1), nn.Linear(4, 1)]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -94,10 +70,6 @@ def _interrupted(rank: int, act: Callable[[LegacyDistributedDataParallel], objec
     yield from _train(model, optimizer, 2)
 
 
-def _loads(model: LegacyDistributedDataParallel) -> None:
-    model.module.load_state_dict({name: value / 2 for name, value in model.module.state_dict().items()})
-
-
 def _freezes(model: LegacyDistributedDataParallel) -> None:
     model.module[0][0].weight.requires_grad_(False).grad = None  # or its optimizer would use what nobody reduced
 
@@ -109,16 +81,9 @@ def _adds_a_layer(model: LegacyDistributedDataParallel) -> None:
     model.module.append(layer)
 
 
-def _rounds(model: LegacyDistributedDataParallel) -> None:
-    for parameter in model.parameters():
-        parameter.data.copy_(parameter.data.bfloat16())
-
-
 _ACTS: dict[str, Callable[[LegacyDistributedDataParallel], object]] = {
-    "loads": _loads,
     "freezes": _freezes,
     "adds a layer": _adds_a_layer,
-    "rounds": _rounds,
     "broadcasts parameters": LegacyDistributedDataParallel.broadcast_parameters,
     "broadcasts buffers": LegacyDistributedDataParallel.broadcast_buffers,
     "looks": check_replicas,
@@ -141,15 +106,13 @@ def _copied(
 
 
 WAYS: dict[str, Callable[[int], Iterator[object]]] = {
-    function.__name__.strip("_"): function for function in (_two_steps_a_call, _step_every_other_call, _unused_layers)
-}
-WAYS |= {
-    f"{name} before {moment}": partial(_interrupted, act=act, moment=moment)
-    for name, act in _ACTS.items()
-    for moment in ("forward", "call", "step", "end")
-    if (name, moment) != ("adds a layer", "step")  # its gradients would be missing in this step alone: as "end"
-}
-WAYS |= {
+    "unused layers": _unused_layers,
+    **{
+        f"{name} before {moment}": partial(_interrupted, act=act, moment=moment)
+        for name, act in _ACTS.items()
+        for moment in ("forward", "call", "step", "end")
+        if (name, moment) != ("adds a layer", "step")  # its gradients would be missing in this step alone: as "end"
+    },
     "deepcopy": partial(_copied, how=copy.deepcopy),
     "pickle": partial(_copied, how=lambda model: pickle.loads(pickle.dumps(model))),
 }

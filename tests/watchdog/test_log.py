@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -64,26 +63,6 @@ def test_a_rank_that_computes_is_one_line_once_then_a_report_once_then_a_mention
     assert "reports of this rank: " in second
     assert later
     assert all(line.endswith(", as reported") for line in later)
-
-
-def _arrives_late(rank: int, folder: str) -> list[str]:
-    said = _listen()
-    model = wrap(timeout_seconds=30.0, checks=Checks(report_dir=folder, warn_after_seconds=WARN_SECONDS))
-    for _ in range(3):
-        step(model, 1.0)
-    if rank == 1:
-        time.sleep(3 * WARN_SECONDS)
-    step(model, 1.0)
-    return said
-
-
-def test_the_arrival_of_a_reported_rank_is_logged(tmp_path: Path) -> None:
-    said, nothing = run_ranks(_arrives_late, 2, str(tmp_path))
-
-    assert "stack of rank 1" in said[0]
-    assert not any("outside of calls" in line for line in said)
-    assert said[-1] == "all_reduce() call 4: all ranks have arrived, and the call has succeeded"
-    assert nothing == []
 
 
 def _is_notified_of_a_loss(rank: int, folder: str, where: str) -> list[str]:

@@ -371,6 +371,7 @@ def test_a_warning_that_falls_due_where_no_thread_can_be_started_is_given_and_tr
     assert "all_reduce() call 3, phase agree: ranks have waited for" in first
     assert "stack of rank 1, innermost last:" in "\n".join(told)
     assert "Traceback" not in "\n".join(told)
+    assert told[-1].endswith("all_reduce() call 3: all ranks have arrived, and the call has succeeded")
 
 
 def _constructs(rank: int, folder: str) -> tuple[Any, Any, float | None]:
