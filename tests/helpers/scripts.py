@@ -125,7 +125,7 @@ def run_script(
         env={**os.environ, **_SETTINGS, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=limit_seconds,
+        timeout=limit_seconds * slowness(),
         check=False,
         **options,
     )

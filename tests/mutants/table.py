@@ -735,7 +735,7 @@ WATCHDOG = (
         "the numbers of another /proc are those of ranks",
         'os.readlink("/proc/self") == str(os.getpid())',
         "True",
-        "tests/watchdog/test_processes.py -k told_apart",
+        "tests/watchdog/test_processes.py -k their_numbers",
     ),
     Mutant(
         "requests need no token",

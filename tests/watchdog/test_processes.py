@@ -44,13 +44,11 @@ _HIDDEN = (
 # In each case: the command before the listener, and before the observer; the state in /proc and the state by two signs
 # while the listener runs, while it is stopped, and when it has ended.
 _HIDES = (DEAD, UNKNOWN), (DEAD, UNKNOWN), (DEAD, DEAD)
-_TELLS_NOTHING = ((UNKNOWN, UNKNOWN),) * 3
 _CASES = {
     "the same namespaces": ((), (), ((RUNNING, RUNNING), (STOPPED, STOPPED), (DEAD, DEAD))),
     "another time namespace": (("unshare", "--time", "--boottime", "1000", "--fork"), (), _HIDES),
     "another user with hidepid": ((), _HIDDEN, _HIDES),
-    "a container": (("unshare", "--pid", "--fork", "--mount-proc"), (), _TELLS_NOTHING),
-    "the /proc of another pid namespace": ((), ("unshare", "--pid", "--fork"), _TELLS_NOTHING),
+    "a container": (("unshare", "--pid", "--fork", "--mount-proc"), (), ((UNKNOWN, UNKNOWN),) * 3),
 }
 
 
@@ -84,6 +82,14 @@ def test_stopped_gone_hidden_and_answering_processes_are_told_apart(case: str) -
             assert look(listener) == (*ended, Outcome.ENDED)  # before anybody reaped it
         listener.process.wait()
         assert look(listener) == (*ended, Outcome.ENDED)
+
+
+@as_root
+def test_ranks_with_the_proc_of_another_pid_namespace_do_not_look_for_their_numbers_there() -> None:
+    """There the numbers are of other processes, so that a rank that runs was called dead."""
+    alone = a_listener("unshare", "--pid", "--fork")
+    with alone as listener, an_observer("nsenter", "--target", str(listener.pid), "--pid") as look:
+        assert look(listener) == (UNKNOWN, UNKNOWN, Outcome.ANSWERED)
 
 
 def test_a_pid_that_was_given_to_another_process_counts_as_dead() -> None:
