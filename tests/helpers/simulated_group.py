@@ -176,7 +176,7 @@ def register() -> None:
         COUNTING_BACKENDS.add(BACKEND)
 
 
-def new_group() -> SimulatedGroup:
-    """Collective: a group of all ranks for tensors of the device."""
+def new_group(ranks: list[int] | None = None) -> SimulatedGroup:
+    """Collective: a group of ``ranks``, None for all, for tensors of the device."""
     register()
-    return dist.new_group(backend=BACKEND)
+    return dist.new_group(ranks, backend=BACKEND)

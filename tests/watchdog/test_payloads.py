@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from legacy_ddp._explain.missing import compose_payload, recorder_text
+from legacy_ddp._watchdog import watchdog
 from legacy_ddp._watchdog.client import Outcome
 from legacy_ddp._watchdog.process import RUNNING, STOPPED, Sample
 from legacy_ddp._watchdog.status import PayloadState, PayloadWatch, Row
@@ -55,11 +56,24 @@ def _call(model: LegacyDistributedDataParallel) -> None:
     model.all_reduce()
 
 
+def _wait_until_connected() -> None:
+    """Wait until the servers of the smallest group have nothing to do: each message would wake their thread."""
+    server = min(watchdog._open, key=lambda one: len(one._view.peers))._server
+    while [one.is_authentic and one.rank is not None for one in (*server._connections.values(),)] != [True, True]:
+        time.sleep(0.01)
+
+
 def _stands_before_its_payload(rank: int, folder: str) -> tuple[list[str], float]:
     """What rank 0 logs while rank 1 issues its payload late, and later; the gradient of a last call."""
-    group, store = new_group(), distributed_c10d._get_default_store()
+    group, store = new_group([0, 1]), distributed_c10d._get_default_store()
+    # The largest group looks for waits outside of calls. The group of the model sleeps until its first payload.
+    largest = LegacyDistributedDataParallel(nn.Linear(1, 1))
+    if rank == 2:
+        store.wait(["ended"])
+        return [], 0.0
     with hearing() as heard:
         model = _new(group, folder)
+        _wait_until_connected()
         _call(model)
         if rank == 0:
             group.hold()
@@ -72,21 +86,23 @@ def _stands_before_its_payload(rank: int, folder: str) -> tuple[list[str], float
             group.release()
             _wait_for(heard, "payload is complete now")
         _call(model)
+    assert largest.world_size == 3
+    store.set("ended", "1")
     return [" ".join(text.split()) for text in heard], model.module.weight.grad.item()
 
 
 @needs_simulation
 def test_a_payload_that_a_rank_does_not_issue_is_reported_between_calls_with_this_rank(tmp_path: Path) -> None:
-    (first, gradient), (second, _) = run_ranks(_stands_before_its_payload, 2, str(tmp_path), fresh=True)
+    (first, gradient), (second, _), _ = run_ranks(_stands_before_its_payload, 3, str(tmp_path), fresh=True)
 
-    report, completed = first
-    assert report.startswith("all_reduce() call 2: the payload is not complete after ")
-    assert " s on rank 0 (sim:0); missing rank 1 (all_reduce() call 2: payload" in report
+    call, (report, completed) = "all_reduce() call 2 of wrapper 1 (Linear)", first
+    assert report.startswith(f"{call}: the payload is not complete after ")
+    assert f" s on rank 0 (sim:0); missing rank 1 ({call}: payload" in report
     assert "the payload is running on rank 0, being issued on rank 1" in report
-    assert "0 user code after all_reduce() call 2" in report
+    assert f"0 user code after {call}" in report
     assert "in _stands_before_its_payload" in report  # the stack of rank 0
     assert f"(reports of this rank: {tmp_path}" in report
-    assert completed == "all_reduce() call 2: the payload is complete now on rank 0"
+    assert completed == f"{call}: the payload is complete now on rank 0"
     assert second == []  # one rank of a host logs
     assert gradient == 1.5
 
