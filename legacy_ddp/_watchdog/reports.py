@@ -94,6 +94,8 @@ class ReportFile:
         try:
             self._write(text)
         except OSError as error:
+            if self._descriptor == _CLOSED:  # meanwhile, by the thread that ends the process
+                return True
             self._problem = f"not written in full to {self.path}: {error.strerror}"
         self._is_empty = self._is_empty and bool(self._problem)
         return not self._problem

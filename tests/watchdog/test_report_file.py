@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from legacy_ddp import LostPeerError
+from legacy_ddp._watchdog import reports
 from legacy_ddp._watchdog.reports import Report, ReportFile, WarningPolicy
 from tests.helpers.listening import Training, hearing
 from tests.helpers.ranks import run_ranks
@@ -83,6 +84,16 @@ def _full_disk(size_bytes: int = 0) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_ctrl_c_showed_a_report_that_came_while_the_end_of_the_process_closed_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _file(tmp_path) as file:
+        monkeypatch.setattr(reports, "printable_lines", lambda text: file.close() or text)  # before it is written
+        is_filed = file.append("report")
+
+    assert (is_filed, file.where("in")) == (True, f"in {file.path}")
 
 
 def test_a_full_disk_is_told_in_place_of_the_path_and_no_empty_file_is_left(tmp_path: Path) -> None:
