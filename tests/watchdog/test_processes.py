@@ -126,9 +126,9 @@ import os, subprocess, sys, time
 from legacy_ddp._watchdog.process import busy_seconds, own_identity, queued_seconds
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 hog = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-os.nice(19)  # about a hundredth of the processor beside the hog
 own = own_identity()
-for what in ("idle", "busy"):  # in this order: after much computing a wake-up waits for long
+for what in ("idle", "busy"):  # in this order: after much computing a wake-up waits for long, as with a low priority
+    os.nice(19 if what == "busy" else 0)  # about a hundredth of the processor beside the hog
     start, busy, queued = time.monotonic(), busy_seconds(), queued_seconds(own)
     while time.monotonic() < start + 1.0:
         time.sleep(1.0) if what == "idle" else None  # one wake-up: on a loaded machine each waits for a processor
