@@ -161,8 +161,9 @@ class ReportExchange:
         self._lock = threading.Lock()
 
     def answer(self, serial: int, failure: Failure | None, *, payload_of: str = "") -> Message:
-        """The answer to a request for a report; empty until it is composed. The first request starts the composition.
+        """The answer to a request for a report; empty until the report is composed.
 
+        The first request starts the composition.
         ``payload_of``: a call, for the report on its payload; by default the report is on the wait in call ``serial``.
         """
         with self._lock:

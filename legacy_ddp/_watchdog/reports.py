@@ -230,7 +230,7 @@ class Report:
 
     @property
     def filed(self) -> str:
-        """The text for the report file: for a reader, then a line of JSON with the rest."""
+        """The text for the report file: the report for a reader, then a line of JSON with its other facts."""
         return f"{self.text}\n\n{json.dumps(self.facts)}"
 
 

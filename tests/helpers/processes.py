@@ -1,5 +1,7 @@
-"""Threads, children and open files of processes, from /proc: any of them may end between listing and reading. And the
-load of the machine."""
+"""Threads, children and open files of processes as /proc shows them, and the load of the machine.
+
+A process or thread may end between the listing and the reading.
+"""
 
 import logging
 import os

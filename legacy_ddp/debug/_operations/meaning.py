@@ -118,9 +118,10 @@ class _Case:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parameters that A and B pass as the first input that differs or is another parameter.
+        """The names of the parameters that A and B pass as one input.
 
-        An empty name stands for a tensor that is no parameter.
+        This is the first input with different parameters, else the first with different values. An empty name stands
+        for a tensor that is no parameter.
         """
         position = (self.found.passed or self.found.differing)[0]
         return [side.parameters[position] for side in (self.a, self.b)]
@@ -194,13 +195,13 @@ class _Case:
 
     @property
     def compiled(self) -> _Named | None:
-        """An operation of compiled code, if only one side runs any."""
+        """The first operation of compiled code of a side, if the other side runs none."""
         side, compiled = self._only(_is_compiled)
         return _Named(compiled[0], side) if compiled else None
 
     @property
     def draw(self) -> _Named | None:
-        """A random operation, if only one side runs any."""
+        """The first random operation of a side, if the other side runs none."""
         side, draws = self._only(_is_draw)
         return _Named(draws[0], side) if draws else None
 
