@@ -10,7 +10,7 @@ The private names of torch are those of torch 2.13. Limits: one device, no strea
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_map
 
 from tests.helpers.devices import place_in_library
 
@@ -26,8 +25,8 @@ NAME = "sim"
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _aten = torch.ops.aten
 # They look at shape and strides alone: the kernels of the CPU make views of any memory.
-_VIEWS = (_aten.view.default, _aten.as_strided.default, _aten.unfold.default, _aten._reshape_alias.default)
-_SETTERS = (_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor)
+_VIEWS = {_aten.view.default, _aten.as_strided.default, _aten.unfold.default, _aten._reshape_alias.default}
+_SETTERS = {_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 # They give a value, or a shape, to the host.
 _WAITS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default, _aten.masked_select.default)
 
@@ -167,10 +166,9 @@ _libraries: list[torch.library.Library] = []  # what they register ends with the
 
 
 def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    tensors = [tensor for tensor in _tensors([args, kwargs]) if tensor.device.type == NAME]
     if operation in _VIEWS or operation in _SETTERS:
         return operation.redispatch(_CPU, *args, **kwargs)
-    device.before(operation, tensors)
+    device.before(operation, [tensor for tensor in _tensors([*args, *kwargs.values()]) if tensor.device.type == NAME])
     if operation._schema.name in device.lacks:
         raise NotImplementedError(f"the device has no {operation}")
     if operation is _aten._copy_from.default:
@@ -228,16 +226,17 @@ def _run_on_cpu(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         originals[id(result)] = value
         return result
 
-    args, kwargs = tree_map(alias, (args, kwargs))
-    kwargs.pop("pin_memory", None)
-    if any(argument.name == "generator" for argument in operation._schema.arguments):
+    args = [_map(alias, value) for value in args]
+    kwargs = {name: _map(alias, value) for name, value in kwargs.items() if name != "pin_memory"}
+    types = _types_of_arguments(operation)
+    if "generator" in types:
         if kwargs.get("generator"):  # of the CPU: the device has no others
             raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
         kwargs["generator"] = device.generator
     # torch gives a number in place of a tensor that was made of a number.
     args = [
-        torch.tensor(value, device="cpu") if isinstance(value, int | float) and str(place.type) == "Tensor" else value
-        for value, place in zip(args, operation._schema.arguments, strict=False)
+        torch.tensor(value, device="cpu") if kind == "Tensor" and isinstance(value, int | float) else value
+        for value, kind in zip(args, types.values(), strict=False)
     ]
     results = operation(*args, **kwargs)
 
@@ -250,7 +249,17 @@ def _run_on_cpu(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             _adopt(original, value)
         return original
 
-    return tree_map(back, results)
+    return _map(back, results)
+
+
+@cache
+def _types_of_arguments(operation: Any) -> dict[str, str]:
+    return {argument.name: str(argument.type) for argument in operation._schema.arguments}
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """As ``tree_map()`` of torch, which takes most of the time of an operation: operations nest lists alone."""
+    return [_map(function, item) for item in value] if isinstance(value, list | tuple) else function(value)
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -301,8 +310,10 @@ def _resize(tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in torch.utils._pytree.tree_leaves(values):
-        if isinstance(value, torch.Tensor):
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, torch.Tensor):
             yield value
 
 

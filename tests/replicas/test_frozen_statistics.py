@@ -146,6 +146,7 @@ def test_frozen_statistics_written_on_one_rank_are_told_on_all(name: str, level:
     assert "local_buffers" not in text
 
 
+@pytest.mark.unsimulated("each operation takes long there, and what is told runs there")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [*FROZEN, *OWN])
 def test_statistics_that_no_rank_writes_are_silent(name: str, level: str) -> None:
@@ -155,6 +156,7 @@ def test_statistics_that_no_rank_writes_are_silent(name: str, level: str) -> Non
 WRITTEN = ("training", "frozen after a warm-up", "frozen on one rank")
 
 
+@pytest.mark.unsimulated("each operation takes long there, and what is told runs there")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_statistics_of_each_rank_may_be_written(name: str, level: str) -> None:
