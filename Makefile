@@ -163,10 +163,12 @@ clean: ## remove .venv and everything else that was made here
 
 .venv-oldest/.ready: INTERPRETER = $(OLDEST_PYTHON)
 .venv-newest/.ready: INTERPRETER = $(NEWEST_PYTHON)
+# uv takes a third of the time of pip for several GB.
 .venv-%/.ready: .ci/constraints-%.txt
 	@echo "setting up .venv-$* with $(INTERPRETER) (once; downloads torch with CUDA, several GB)"
 	$(INTERPRETER) -m venv --clear .venv-$*
-	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet -c $< torch numpy hypothesis pytest pytest-xdist
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet -c $< uv
+	.venv-$*/bin/python -m uv pip install --quiet --python .venv-$*/bin/python -c $< torch numpy hypothesis pytest pytest-xdist
 	@touch $@
 
 # torch.distributed needs NumPy to send objects. setuptools comes first and without build isolation, so that its
