@@ -11,7 +11,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp.debug import ReplicaReport, check_replicas
-from tests.helpers.replica_scenes import flip_lowest, holding, observations
+from tests.helpers.replica_scenes import elements_of, flip_lowest, holding, names_of, reports
 
 HERE = "tests.debug.test_check_replicas"
 LONG = "a_layer_with_a_name_of_forty_characters_"
@@ -51,17 +51,17 @@ BITS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_one_bit_is_found_at_its_place(name: str) -> None:
-    seen = observations(f"{HERE}:BITS", 3, 0)[name]
+    seen = reports(f"{HERE}:BITS", 3, 0)[name]
 
-    (element,) = seen.elements
-    assert seen.names == (element.thing,)
+    (element,) = elements_of(seen)
+    assert names_of(seen) == (element.thing,)
     assert element.thing in ("parameter 'it'", "buffer 'it'")
     assert (element.rank, element.count, element.index) == (0, 1, TENSORS[name][1])
     assert (element.kind, element.bit) == ("one bit", 0)
     assert seen.ranks == (0,)
-    alike = observations(f"{HERE}:BITS", 3, 0, 1, 2)[name]
-    assert (alike.identical, alike.ranks, alike.phase, alike.names) == (True, (), "", ())
-    assert "replicas are identical" in alike.text
+    alike = reports(f"{HERE}:BITS", 3, 0, 1, 2)[name]
+    assert (alike.identical, alike.ranks, alike.phase, names_of(alike)) == (True, (), "", ())
+    assert "replicas are identical" in str(alike)
 
 
 def net() -> nn.Sequential:
@@ -143,10 +143,10 @@ ONE_DEVIATES = {name: partial(_look, make=make, change=change) for name, (make, 
 def test_what_differs_is_named(name: str) -> None:
     *_, names = DIFFERENCES[name]
     phase = {"parameter": "unknown", "gradient": "gradients", "buffer": "buffers"}[names[0].partition(" ")[0]]
-    seen = observations(f"{HERE}:ONE_DEVIATES", 3, 1)[name]
+    seen = reports(f"{HERE}:ONE_DEVIATES", 3, 1)[name]
 
-    assert (list(seen.names), seen.phase, seen.ranks) == (names, phase, (1,)), seen.text
-    assert observations(f"{HERE}:ONE_DEVIATES", 3, 0, 1, 2)[name].identical
+    assert (list(names_of(seen)), seen.phase, seen.ranks) == (names, phase, (1,)), str(seen)
+    assert reports(f"{HERE}:ONE_DEVIATES", 3, 0, 1, 2)[name].identical
 
 
 def _asks_to_ignore() -> nn.Sequential:
@@ -186,9 +186,9 @@ FREEDOMS = {
 
 @pytest.mark.parametrize("name", FREEDOMS)
 def test_what_a_rank_may_hold_alone_is_no_difference(name: str) -> None:
-    seen = observations(f"{HERE}:FREEDOMS", 3, 0)[name]
+    seen = reports(f"{HERE}:FREEDOMS", 3, 0)[name]
 
-    assert (seen.identical, seen.names, seen.ranks) == (True, (), ())
+    assert (seen.identical, names_of(seen), seen.ranks) == (True, (), ())
 
 
 def _all_kinds_differ(deviates: bool, rank: int, what: tuple[str, ...]) -> ReplicaReport:
@@ -212,11 +212,11 @@ KINDS = {" and ".join(what): partial(_all_kinds_differ, what=what) for what in W
 
 @pytest.mark.parametrize("what", WHATS)
 def test_only_what_was_asked_for_is_compared(what: tuple[str, ...]) -> None:
-    seen = observations(f"{HERE}:KINDS", 3, 2)[" and ".join(what)]
+    seen = reports(f"{HERE}:KINDS", 3, 2)[" and ".join(what)]
 
     assert seen.compared == {kind: count if kind in what else 0 for kind, count in _COUNTS.items()}
-    assert len(seen.names) == sum(_DIFFERING[kind] for kind in what)
-    assert ("1 of 15 optimizer entries" in " ".join(seen.text.split())) == ("optimizer" in what)
+    assert len(names_of(seen)) == sum(_DIFFERING[kind] for kind in what)
+    assert ("1 of 15 optimizer entries" in " ".join(str(seen).split())) == ("optimizer" in what)
     assert seen.ranks == (2,)
     assert seen.generators == ()
 
@@ -275,7 +275,7 @@ SEEDED = {source: partial(_seeded, source=source) for source in ("torch", "pytho
 def test_random_generators_are_reported_and_never_a_difference(
     source: str, deviating: tuple[int, ...], groups: tuple[tuple[int, ...], ...], words: str
 ) -> None:
-    seen = observations(f"{HERE}:SEEDED", 3, *deviating)[source]
+    seen = reports(f"{HERE}:SEEDED", 3, *deviating)[source]
 
     assert (seen.identical, seen.generators) == (True, groups)
-    assert words in " ".join(seen.text.split())
+    assert words in " ".join(str(seen).split())

@@ -18,7 +18,7 @@ from legacy_ddp.debug import ReplicaReport, check_replicas, cross_check
 from tests.debug.test_check_replicas import net
 from tests.helpers.cases import bits_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.replica_scenes import Observation, flip_lowest, holding, observations, observe
+from tests.helpers.replica_scenes import elements_of, flip_lowest, holding, names_of, reports
 from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, wrap
 
@@ -77,22 +77,22 @@ WRAPPERS = {name: look for name, (look, *_) in WRAPPED.items()}
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped_replicas_are_compared_by_the_names_in_the_module(name: str) -> None:
     _, names, phase, ranks = WRAPPED[name]
-    seen = observations(f"{HERE}:WRAPPERS", 2, 0)[name]
+    seen = reports(f"{HERE}:WRAPPERS", 2, 0)[name]
 
-    assert (seen.names, seen.phase, seen.ranks) == (names, phase, ranks), seen.text
-    assert ("a count cannot tell" in seen.text) == bool(names and not ranks)
+    assert (names_of(seen), seen.phase, seen.ranks) == (names, phase, ranks), str(seen)
+    assert ("a count cannot tell" in str(seen)) == bool(names and not ranks)
     # Where nothing differs, a missing gradient does not count.
     assert seen.compared["gradients"] == (seen.compared["parameters"] if names else 0)
 
 
 def test_gradients_of_each_rank_are_left_out_with_a_note_if_they_were_asked_for() -> None:
-    seen = observations(f"{HERE}:WRAPPERS", 2, 0)
+    seen = reports(f"{HERE}:WRAPPERS", 2, 0)
     (note,) = seen["local gradients"].notes
 
     assert "gradients not compared" in note
     assert "ranks 0-1" in note
     assert seen["local gradients, not asked for"].notes == ()
-    reduced = observations(f"{HERE}:WRAPPERS", 2)["edited"]
+    reduced = reports(f"{HERE}:WRAPPERS", 2)["edited"]
     assert (reduced.identical, reduced.compared["gradients"]) == (True, 1)
 
 
@@ -105,19 +105,19 @@ DETAILS = {count: partial(_five_differ, details=count) for count in (0, 1, 4, 9)
 
 @pytest.mark.parametrize("count", DETAILS)
 def test_so_many_tensors_are_compared_by_element(count: int) -> None:
-    seen = observations(f"{HERE}:DETAILS", 2, 1)[count]
+    seen = reports(f"{HERE}:DETAILS", 2, 1)[count]
 
-    assert [element.thing for element in seen.elements] == [f"parameter {name!r}" for name in "abcde"[:count]]
-    assert len(seen.names) == 5
+    assert [element.thing for element in elements_of(seen)] == [f"parameter {name!r}" for name in "abcde"[:count]]
+    assert len(names_of(seen)) == 5
 
 
-def _in_a_group_of_two(rank: int) -> list[Observation]:
+def _in_a_group_of_two(rank: int) -> list[ReplicaReport]:
     group = dist.new_group([0, 2])
     if rank == 1:
         return []
     model = holding(it=torch.ones(2) + (rank == 2))
     wrapper = LegacyDistributedDataParallel(model, process_group=group, init_sync=False)
-    return [observe(check_replicas(model, process_group=group)), observe(check_replicas(wrapper))]
+    return [check_replicas(model, process_group=group), check_replicas(wrapper)]
 
 
 def test_ranks_are_counted_in_the_group() -> None:
@@ -125,7 +125,7 @@ def test_ranks_are_counted_in_the_group() -> None:
 
     assert outside == []
     assert first == last
-    assert ["rank 1 against rank 0" in seen.text for seen in first] == [True, True]
+    assert ["rank 1 against rank 0" in str(seen) for seen in first] == [True, True]
 
 
 @on_ranks(2)

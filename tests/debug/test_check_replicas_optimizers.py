@@ -10,7 +10,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp.debug import ReplicaReport, check_replicas
-from tests.helpers.replica_scenes import flip_lowest, holding, observations
+from tests.helpers.replica_scenes import elements_of, flip_lowest, holding, names_of, reports
 from tests.helpers.small_models import add_gradients
 
 HERE = "tests.debug.test_check_replicas_optimizers"
@@ -199,13 +199,13 @@ _NAMED = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_differs_in_an_optimizer_is_named(name: str) -> None:
-    seen = observations(f"{HERE}:OPTIMIZERS", 3, 1)[name]
+    seen = reports(f"{HERE}:OPTIMIZERS", 3, 1)[name]
     key = name.partition(" of ")[0]
     named = _NAMED.get(name) or (f"{key} of parameter group 0" if key == "lr" else f"{key} of 'it'",)
 
-    assert seen.names == named
+    assert names_of(seen) == named
     assert (seen.phase, seen.ranks) == ("step", (1,))
-    assert observations(f"{HERE}:OPTIMIZERS", 2, 0, 1)[name].identical
+    assert reports(f"{HERE}:OPTIMIZERS", 2, 0, 1)[name].identical
 
 
 def _in_detail(
@@ -249,19 +249,19 @@ CHANGES = {name: partial(_in_detail, change=change) for name, (change, *_) in CH
 @pytest.mark.parametrize("name", CHANGED)
 def test_of_two_ranks_the_one_whose_optimizer_state_changed_outside_of_a_step_is_named(name: str) -> None:
     _, names, phase, evidence = CHANGED[name]
-    seen = observations(f"{HERE}:CHANGES", 2, 1)[name]
+    seen = reports(f"{HERE}:CHANGES", 2, 1)[name]
 
-    assert (seen.names, seen.phase, seen.ranks) == (names, phase, (1,) if evidence else ()), seen.text
+    assert (names_of(seen), seen.phase, seen.ranks) == (names, phase, (1,) if evidence else ()), str(seen)
     told = f"rank 1: {evidence} changed outside of a step"
-    assert (told in " ".join(seen.text.split())) == bool(evidence), seen.text
+    assert (told in " ".join(str(seen).split())) == bool(evidence), str(seen)
     if name == "average":
-        assert [(element.rank, element.count, element.index) for element in seen.elements] == [(1, 1, (1, 2))]
-    assert observations(f"{HERE}:CHANGES", 2, 0, 1)[name].identical
+        assert [(element.rank, element.count, element.index) for element in elements_of(seen)] == [(1, 1, (1, 2))]
+    assert reports(f"{HERE}:CHANGES", 2, 0, 1)[name].identical
 
 
 @pytest.mark.parametrize("name", LOST)
 def test_state_that_one_rank_lost_is_the_cause_and_not_cut_off(name: str) -> None:
-    seen = observations(f"{HERE}:LOST", 3, 1)[name]
+    seen = reports(f"{HERE}:LOST", 3, 1)[name]
 
     assert seen.minority == (1,)
-    assert all(words in " ".join(seen.text.split()) for words in LOST_STATE[name][1]), seen.text
+    assert all(words in " ".join(str(seen).split()) for words in LOST_STATE[name][1]), str(seen)

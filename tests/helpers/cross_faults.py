@@ -1,11 +1,13 @@
 """Faults in the computation of a rank, as a cross-check sees them, each with a twin without fault."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,48 +23,20 @@ from tests.helpers.replica_scenes import SharedOutcomes
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Seen(NamedTuple):
-    """The parts of a report. ``elements``: number of different elements, and the bit if a single bit differs."""
-
-    verdict: str
-    ranks: tuple[int, ...]
-    stage: str
-    module: str
-    operation: str
-    elements: tuple[int, int | None] | None
-    text: str
-
-
-def observe(report: CrossCheckReport) -> Seen:
-    elements = report.elements and (report.elements.count, report.elements.bit)
-    return Seen(report.verdict, report.ranks, report.stage, report.module, report.operation, elements, str(report))
-
-
-def seen_by_all(scenes: Mapping[str, Sequence[int]], world_size: int) -> SharedOutcomes[Seen]:
+def seen_by_all(scenes: Mapping[str, Sequence[int]], world_size: int) -> SharedOutcomes[CrossCheckReport]:
     """The reports of all ranks. ``scenes``: with the guilty ranks of each."""
     return SharedOutcomes(run_ranks(partial(_observe_all, dict(scenes)), world_size))
 
 
-def _observe_all(scenes: Mapping[str, Sequence[int]], rank: int) -> dict[str, Seen]:
-    return {name: observe(SCENES[name](rank in guilty, rank)) for name, guilty in scenes.items()}
+def _observe_all(scenes: Mapping[str, Sequence[int]], rank: int) -> dict[str, CrossCheckReport]:
+    return {name: SCENES[name](rank in guilty, rank) for name, guilty in scenes.items()}
 
 
-class _Kernels:
-    """The kernel of the custom operation of the tests; the default doubles."""
-
-    def __init__(self) -> None:
-        self.present: Kernel = lambda tensor: tensor * 2
-
-    @contextmanager
-    def replaced(self, kernel: Kernel) -> Iterator[None]:
-        before, self.present = self.present, kernel
-        try:
-            yield
-        finally:
-            self.present = before
+KERNELS = SimpleNamespace(present=lambda tensor: tensor * 2)  # of the custom operation of the tests
 
 
-KERNELS = _Kernels()
+def kernel_replaced(kernel: Kernel) -> AbstractContextManager[Any]:
+    return patch.object(KERNELS, "present", kernel)
 
 
 @torch.library.custom_op("cross_faults::double", mutates_args=())
@@ -116,20 +90,20 @@ def flip(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kernel_always(make: Callable[[], nn.Module], guilty: bool, rank: int) -> CrossCheckReport:
-    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
+    with kernel_replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
         return check(Net(make()), rank)
 
 
 def _kernel_once(guilty: bool, rank: int, *, run: int = 1, **arguments: Any) -> CrossCheckReport:
     """``run``: the number of the run with the fault, from 0."""
     calls = count()
-    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty and next(calls) == run else tensor * 2):
+    with kernel_replaced(lambda tensor: flip(tensor * 2) if guilty and next(calls) == run else tensor * 2):
         return check(Net(Double()), rank, **arguments)
 
 
 def _kernel_of_no_order(guilty: bool, rank: int) -> CrossCheckReport:
     calls = count()
-    with KERNELS.replaced(lambda tensor: tensor * (2 + next(calls) * 0.001 * guilty)):
+    with kernel_replaced(lambda tensor: tensor * (2 + next(calls) * 0.001 * guilty)):
         return check(Net(Double()), rank)
 
 
@@ -159,12 +133,9 @@ class BackwardDouble(nn.Module):
 
 def _patched_function(guilty: bool, rank: int) -> CrossCheckReport:
     gelu = functional.gelu
-    if guilty:
-        functional.gelu = lambda inputs, **_: gelu(inputs, approximate="tanh")
-    try:
+    other = lambda inputs, **_: gelu(inputs, approximate="tanh")  # noqa: E731
+    with patch.object(functional, "gelu", other if guilty else gelu):
         return check(Net(nn.GELU()), rank)
-    finally:
-        functional.gelu = gelu
 
 
 class _ManySums(nn.Module):

@@ -29,13 +29,15 @@ class Element(NamedTuple):
 
 
 def elements_of(report: ReplicaReport) -> tuple[Element, ...]:
-    found = []
-    for difference in report.differences:
-        for rank, item in sorted(difference.elements.items()):
-            bit = re.search(r"\bbit (\d+)", item.words) if item.kind == "one bit" else None
-            place = (item.count, item.first_index, item.kind, bit and int(bit[1]))
-            found.append(Element(difference.name, rank, *place))
-    return tuple(found)
+    return tuple(
+        Element(difference.name, rank, item.count, item.first_index, item.kind, item.bit)
+        for difference in report.differences
+        for rank, item in sorted(difference.elements.items())
+    )
+
+
+def names_of(report: ReplicaReport) -> tuple[str, ...]:
+    return tuple(difference.name for difference in report.differences)
 
 
 T = TypeVar("T")
@@ -50,9 +52,9 @@ class SharedOutcomes(Generic[T]):
     def __getitem__(self, name: str) -> T:
         first, *others = (of_rank[name] for of_rank in self._of_ranks)
         for other in others:
-            assert other.text == first.text
+            assert str(other) == str(first)
             assert other == first
-        assert all(len(line) <= 80 for line in first.text.splitlines()), first.text
+        assert all(len(line) <= 80 for line in str(first).splitlines()), first
         return first
 
 
@@ -119,16 +121,16 @@ class CallOutcome(NamedTuple):
 
     error: str = ""
     ranks: tuple[int, ...] = ()
-    minority: tuple[int, ...] = ()
-    implicated: tuple[int, ...] = ()
     call: int | None = None
     phase: str | None = None
     parameter: str | None = None
     text: str = ""
-    names: tuple[str, ...] = ()
-    elements: tuple[Element, ...] = ()
+    report: Any = None
     untouched: bool = True
     recovered: bool = False
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def unwrapped(self) -> str:
@@ -202,14 +204,11 @@ def _error_of_call(model: LegacyDistributedDataParallel) -> CallOutcome | None:
     return CallOutcome(
         type(error).__name__,
         error.ranks,
-        error.minority,
-        error.implicated,
         error.call,
         error.phase,
         error.parameter,
         str(error),
-        tuple(item.name for item in report.differences),
-        elements_of(report),
+        report,
         untouched=before == all_bits(get_gradients(model)),
     )
 
@@ -225,36 +224,15 @@ Check = Callable[[bool, int], ReplicaReport]  # whether this rank deviates, and 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Observation(NamedTuple):
-    identical: bool
-    ranks: tuple[int, ...]
-    minority: tuple[int, ...]
-    implicated: tuple[int, ...]
-    phase: str
-    names: tuple[str, ...]
-    elements: tuple[Element, ...]
-    compared: dict[str, int]
-    generators: tuple[tuple[int, ...], ...]
-    notes: tuple[str, ...]
-    text: str
-
-
-def observe(report: ReplicaReport) -> Observation:
-    names = tuple(item.name for item in report.differences)
-    blame = (report.ranks, report.minority, report.implicated)
-    facts = (report.identical, *blame, report.phase, names, elements_of(report))
-    return Observation(*facts, dict(report.compared), report.generators, report.notes, str(report))
-
-
 @cache
-def observations(table: str, world_size: int, *deviating: int) -> SharedOutcomes[Observation]:
-    """The reports of all ranks for each check in ``table``, "module:NAME"."""
-    return SharedOutcomes(run_ranks(partial(_observe_all, table, deviating), world_size))
+def reports(table: str, world_size: int, *deviating: int) -> SharedOutcomes[ReplicaReport]:
+    """Those of all ranks for each check in ``table``, "module:NAME"."""
+    return SharedOutcomes(run_ranks(partial(_check_all, table, deviating), world_size))
 
 
-def _observe_all(table: str, deviating: Sequence[int], rank: int) -> dict[str, Observation]:
+def _check_all(table: str, deviating: Sequence[int], rank: int) -> dict[str, ReplicaReport]:
     checks: Mapping[str, Check] = _table(table)
-    return {name: observe(check(rank in deviating, rank)) for name, check in checks.items()}
+    return {name: check(rank in deviating, rank) for name, check in checks.items()}
 
 
 def flip_lowest(tensor: torch.Tensor, place: tuple[int, ...]) -> None:

@@ -20,7 +20,9 @@ from tests.helpers.replica_scenes import (
     Scenario,
     Scene,
     check_harmless,
+    elements_of,
     flip,
+    names_of,
     run_scenarios,
     training_net,
 )
@@ -224,15 +226,15 @@ def test_what_happens_to_one_rank_alone_is_told_on_all(name: str, world_size: in
     assert outcome.ranks == ((who,) if world_size > 2 or fault.has_evidence else ()), outcome.text
     assert all(word in outcome.unwrapped for word in fault.words), outcome.text
     assert fault.phase == "gradients" or "edited, clipped or dropped" not in outcome.unwrapped
-    assert outcome.minority == ((who,) if world_size > 2 else ())
-    assert outcome.implicated == ((who,) if fault.has_evidence else ())
+    assert outcome.report.minority == ((who,) if world_size > 2 else ())
+    assert outcome.report.implicated == ((who,) if fault.has_evidence else ())
     assert f"all_reduce() call {fault.call}" in outcome.text
     if world_size == 2:
         assert "rank 1 against rank 0" in outcome.unwrapped
         assert ("a count cannot tell" in outcome.text) == (not fault.has_evidence), outcome.text
     if fault.place is not None:
         shown = who if world_size > 2 else 1  # of two ranks the first is what the other is compared with
-        (element,) = (item for item in outcome.elements if item.thing == f"parameter {fault.parameter!r}")
+        (element,) = (item for item in elements_of(outcome.report) if item.thing == f"parameter {fault.parameter!r}")
         assert (element.rank, element.count, element.index) == (shown, 1, fault.place)
         assert fault.bit is None or (element.kind, element.bit) == ("one bit", fault.bit)
     if world_size > 2 and fault.phase in ("gradients", "step"):  # the elements name no cause that the phase rules out
@@ -250,7 +252,7 @@ def test_a_majority_is_counted_and_not_called_right(name: str) -> None:
     outcome, has_evidence = _outcomes(3, (0, 1))[name], FAULTS[name].has_evidence
 
     assert (outcome.phase, outcome.ranks) == (FAULTS[name].phase, () if has_evidence else (2,)), outcome.text
-    assert (outcome.minority, outcome.implicated) == ((2,), (0, 1) if has_evidence else ())
+    assert (outcome.report.minority, outcome.report.implicated) == ((2,), (0, 1) if has_evidence else ())
     assert ("count and evidence disagree" in outcome.unwrapped) == has_evidence
     assert "rank 2 against ranks 0-1 (2 of 3 ranks agree)" in outcome.unwrapped
     check_harmless(outcome)
@@ -340,10 +342,10 @@ def test_a_fault_is_told_whatever_else_happens_in_its_step(name: str, first: int
 
     assert (outcome.error, outcome.call, outcome.phase) == ("ReplicaDivergenceError", beside.call, beside.phase)
     implicated = beside.groups if beside.implicated is None else beside.implicated
-    for ranks, found in ((beside.groups, outcome.ranks), (implicated, outcome.implicated)):
+    for ranks, found in ((beside.groups, outcome.ranks), (implicated, outcome.report.implicated)):
         assert found == tuple(sorted({rank for group in ranks for rank in groups[group]})), outcome.text
     if name == "buffer and weight":
-        assert "buffer 'table'" in outcome.names
+        assert "buffer 'table'" in names_of(outcome.report)
     if name.endswith("then weight"):
         assert outcome.unwrapped.count(f"rank {second}: parameters changed outside of a step") == 1, outcome.text
     check_harmless(outcome)
@@ -381,7 +383,7 @@ def test_where_no_two_ranks_agree_nobody_is_blamed(name: str) -> None:
 
 
 def test_elements_of_several_ranks_are_each_compared_with_what_most_hold() -> None:
-    assert _of_four("two ranks").elements == (
+    assert elements_of(_of_four("two ranks").report) == (
         Element("parameter '2.weight'", 1, 1, (1, 2), "one bit", 22),
         Element("parameter '2.weight'", 3, 1, (0, 1), "one bit", 30),
     )

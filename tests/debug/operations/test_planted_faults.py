@@ -14,7 +14,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug import Recorder, cross_check
 from tests.helpers.command import command, compare
-from tests.helpers.cross_faults import KERNELS, BackwardDouble, Double, Net, batch_of, flip, loss_of
+from tests.helpers.cross_faults import BackwardDouble, Double, Net, batch_of, flip, kernel_replaced, loss_of
 from tests.helpers.recorded import Recorded
 from tests.helpers.shared_jobs import once, run_cases
 
@@ -45,7 +45,7 @@ def _scaled_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def _wrong_kernel(_: nn.Module) -> AbstractContextManager[None]:
-    return KERNELS.replaced(lambda tensor: flip(tensor * 2))
+    return kernel_replaced(lambda tensor: flip(tensor * 2))
 
 
 def _prepared(model: nn.Module, batch: Any) -> torch.Tensor:
