@@ -158,10 +158,6 @@ def _absolute(model: nn.Module, rank: int) -> None:
     ((model(draw(rank)) - 100).abs() * torch.tensor([1.0] * 9 + [0.5])).mean().mul(60).backward()
 
 
-def _in_bf16() -> nn.Module:
-    return make_net().bfloat16()
-
-
 def _loss_in_bf16(model: nn.Module, rank: int) -> None:
     model(draw(rank).bfloat16()).float().square().mean().backward()
 
@@ -314,7 +310,7 @@ LOOPS: dict[str, Loop] = {
     "edit: signs and zeros": partial(_edited_before, edit=_take_clear_signs, learning_rate=1e-5),
     "edit: after dropped gradients": partial(_edited_before, edit=_scale, backward=_dropping),
     "edit: with a gradient penalty": partial(_edited_before, edit=_scale, backward=_with_penalty),
-    "edit: in bf16": partial(_edited_before, edit=_scale, backward=_loss_in_bf16, make=_in_bf16),
+    "edit: in bf16": partial(_edited_before, edit=_scale, backward=_loss_in_bf16, make=lambda: make_net().bfloat16()),
     "edit: absolute loss": partial(_edited_before, edit=_scale, backward=_absolute, make=_WideAndDeep),
     "edit: assigned": partial(_edited_before, edit=_clip, backward=_assigning),
     "edit: by hooks before": partial(_clipped_by_hooks, is_after=False),

@@ -3,7 +3,6 @@
 A script of two ranks: ``fabric_jobs.py FOLDER [STORY ...]``.
 """
 
-import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from legacy_ddp.lightning import LegacyDDPFabricStrategy
 from tests.helpers import lightning_jobs
 from tests.helpers.lightning_jobs import BOTH, CLASSES, FEATURES, OURS, make_data, state
 from tests.helpers.lightning_scenarios import RANKS, Result, Story, run_stories
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import python_blocks
 
 
 @cache
@@ -163,8 +162,7 @@ def own_call(strategy: str, folder: Path) -> Result:
 
 def of_the_page(strategy: str, folder: Path) -> Result:
     """The loop of docs/lightning.md, over two windows of four batches."""
-    page = (ROOT / "docs" / "lightning.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"^## Fabric$\n\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (program,) = (block for block in python_blocks("docs/lightning.md") if "import Fabric" in block)
     net = make_net(normed=True)
     data = torch.randn(8 * RANKS * 4, FEATURES, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(data, batch_size=4)

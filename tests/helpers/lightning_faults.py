@@ -19,7 +19,7 @@ from tests.helpers.lightning_jobs import Plain, fit
 TIMEOUT_SECONDS = 6.0  # long enough for ranks that start on a busy machine
 
 
-def happen(fault: str, rank: int, batch_idx: int) -> None:
+def happen(rank: int, batch_idx: int) -> None:
     if (rank, batch_idx) != (1, 2):
         return
     if fault == "raise":
@@ -28,24 +28,16 @@ def happen(fault: str, rank: int, batch_idx: int) -> None:
 
 
 class Faulty(Plain):
-    fault = ""
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        happen(self.fault, self.global_rank, batch_idx)
+        happen(self.global_rank, batch_idx)
         return super().training_step(batch)
 
 
-def by_trainer(fault: str, options: dict[str, Any]) -> None:
-    module = Faulty()
-    module.fault = fault
-    fit(LegacyDDPStrategy(**options), module, batches=5)
-
-
-def by_fabric(fault: str, options: dict[str, Any]) -> None:
+def by_fabric(options: dict[str, Any]) -> None:
     fabric = start(LegacyDDPFabricStrategy(**options))
     model = fabric.setup(torch.nn.Linear(2, 1))
     for batch_idx in range(5):
-        happen(fault, fabric.global_rank, batch_idx)
+        happen(fabric.global_rank, batch_idx)
         fabric.backward(model(torch.ones(1, 2)).sum())
 
 
@@ -54,6 +46,9 @@ if __name__ == "__main__":
     (folder / f"pid-{os.environ.get('LOCAL_RANK', '0')}").write_text(str(os.getpid()))
     options = {"timeout_seconds": TIMEOUT_SECONDS, "checks": Checks(report_dir=folder)}
     try:
-        (by_trainer if framework == "trainer" else by_fabric)(fault, options)
+        if framework == "trainer":
+            fit(LegacyDDPStrategy(**options), Faulty(), batches=5)
+        else:
+            by_fabric(options)
     except LostPeerError as error:  # as by somebody who ends the run in a logger first
         sys.exit(f"{type(error).__name__}: {error}")

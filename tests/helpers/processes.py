@@ -161,13 +161,6 @@ def state(pid: int) -> str:
 
 
 def leave_open_files(count: int) -> None:
-    *_, limit = islice((number for number in range(1024) if not _is_open(number)), count + 1)
+    closed = (number for number in range(1024) if not os.path.lexists(f"/proc/self/fd/{number}"))
+    *_, limit = islice(closed, count + 1)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True

@@ -6,6 +6,7 @@ A process with another size runs no further jobs (``tests/helpers/processes.py``
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from legacy_ddp._call import broadcast, host_sum
 from legacy_ddp._memory import flat_buffer, plan
@@ -31,14 +32,11 @@ def broadcast_chunks_of(size_bytes: int) -> None:
 @contextmanager
 def before_each_flat_tensor(act: Callable[[], object]) -> Iterator[None]:
     """``act`` runs before the memory of each flat tensor is made, and may raise."""
-    make: Any = flat_buffer.SlotViews
+    make = flat_buffer.SlotViews
 
     def acted(*arguments: Any) -> Any:
         act()
         return make(*arguments)
 
-    flat_buffer.SlotViews = acted  # type: ignore[assignment,misc]
-    try:
+    with patch.object(flat_buffer, "SlotViews", acted):
         yield
-    finally:
-        flat_buffer.SlotViews = make  # type: ignore[misc]
