@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.cases import Grads, all_bits
 from tests.helpers.cases import get_gradients as bits
+from tests.helpers.host_sockets import changed
 
 # The exchanges of this rank, seen from outside: collectives of gloo, and messages between the ranks of a host
 
@@ -40,12 +41,15 @@ def watch_exchanges(watcher: Callable[[str], object]) -> Iterator[None]:
     ``kind``: the name of the collective on a private group; ``row``, ``barrier`` or ``memory`` for the message to one
     rank of the host. A watcher may raise: the exchange then does not start.
     """
-    with (
-        patch.multiple(ProcessGroupGloo, **{name: _watched(ProcessGroupGloo, name, watcher) for name in _COLLECTIVES}),
-        patch.multiple(
-            socket.socket, create=True, **{name: _watched_send(name, watcher) for name in ("send", "sendmsg")}
-        ),
-    ):
+
+    def send(original: Callable[..., int], sender: socket.socket, data: Any, *arguments: Any) -> int:
+        first = bytes(data[0] if isinstance(data, list) else data)[:1]
+        if first in _MESSAGES:
+            watcher(_MESSAGES[first])
+        return original(sender, data, *arguments)
+
+    collectives = {name: _watched(name, watcher) for name in _COLLECTIVES}
+    with patch.multiple(ProcessGroupGloo, **collectives), changed("send", send), changed("sendmsg", send):
         yield
 
 
@@ -57,27 +61,14 @@ def kinds_of(action: Callable[[], object]) -> list[str]:
     return kinds
 
 
-def _watched(owner: type, name: str, watcher: Callable[[str], object]) -> Callable[..., Any]:
-    method = getattr(owner, name)
+def _watched(collective: str, watcher: Callable[[str], object]) -> Callable[..., Any]:
+    method = getattr(ProcessGroupGloo, collective)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        watcher(name)
-        return method(self, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watcher(collective)
+        return method(*args, **kwargs)
 
     return call
-
-
-def _watched_send(name: str, watcher: Callable[[str], object]) -> Callable[..., Any]:
-    method = getattr(socket.socket, name)
-
-    def send(self: socket.socket, data: Any, *args: Any) -> Any:
-        if (self.family, self.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
-            first = bytes(data[0] if name == "sendmsg" else data)[:1]
-            if first in _MESSAGES:
-                watcher(_MESSAGES[first])
-        return method(self, data, *args)
-
-    return send
 
 
 # The header finds a fault as soon as all ranks have arrived; nobody may wait for a timeout, which is half an hour here.

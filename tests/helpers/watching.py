@@ -1,11 +1,10 @@
 """``legacy-ddp watch`` in this process, and jobs that it can be shown: rows as ranks would answer them."""
 
-import io
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from legacy_ddp._explain.job import describe_job
@@ -14,7 +13,7 @@ from legacy_ddp._watchdog.local import FORMAT
 from legacy_ddp._watchdog.process import Sample
 from legacy_ddp._watchdog.server import StatusServer
 from legacy_ddp._watchdog.status import Row
-from legacy_ddp.debug._cli import main
+from tests.helpers.command import command
 from tests.helpers.processes import slowness
 
 _PAUSE_SECONDS = 0.05
@@ -22,9 +21,8 @@ _PAUSE_SECONDS = 0.05
 
 def watch_command(*arguments: object) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the command, in this process."""
-    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
-        status = main(["watch", *map(str, arguments)])
-    return status, output.getvalue(), errors.getvalue()
+    done = command("watch", *arguments)
+    return done.returncode, done.stdout, done.stderr
 
 
 def wait_for(look: Callable[[], Any]) -> Any:
