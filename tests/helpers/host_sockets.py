@@ -1,14 +1,13 @@
 """Changed calls of the sockets between the ranks of a host."""
 
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
 
-@contextmanager
-def changed(method: str, act: Callable[..., Any]) -> Iterator[None]:
+def changed(method: str, act: Callable[..., Any]) -> AbstractContextManager[object]:
     """For the block, ``act(original, socket, *arguments)`` in place of a method of these sockets, and no others.
 
     With ``method="socket"`` the making of such a socket is changed.
@@ -22,16 +21,13 @@ def changed(method: str, act: Callable[..., Any]) -> Iterator[None]:
             return act(original, self, *arguments, **options)
         return original(self, *arguments, **options)
 
-    with patch.object(socket.socket, name, call, create=True):
-        yield
+    return patch.object(socket.socket, name, call, create=True)
 
 
-@contextmanager
-def refused(method: str, error: OSError) -> Iterator[None]:
+def refused(method: str, error: OSError) -> AbstractContextManager[object]:
     """For the block, ``method`` of these sockets raises ``error``."""
 
     def refuse(*_: object, **__: object) -> Any:
         raise error
 
-    with changed(method, refuse):
-        yield
+    return changed(method, refuse)

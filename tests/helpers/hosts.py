@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -298,19 +298,15 @@ def leave_facts(path: Path, facts: Any) -> None:
     path.with_suffix(".part").rename(path)
 
 
-@contextmanager
-def on_host(name: str) -> Iterator[None]:
+def on_host(name: str) -> AbstractContextManager[object]:
     """Without namespaces: the card of this rank tells of a host ``name``, in the first call on a group in the block."""
     own_card = first_meeting.own_card
-    with patch.object(first_meeting, "own_card", lambda: {**own_card(), "boot": name}):
-        yield
+    return patch.object(first_meeting, "own_card", lambda: {**own_card(), "boot": name})
 
 
-@contextmanager
-def hubs_below_a_hub(arity: int) -> Iterator[None]:
+def hubs_below_a_hub(arity: int) -> AbstractContextManager[object]:
     """So many, in the first call on a group in the block."""
-    with patch.object(first_meeting, "ARITY", arity):
-        yield
+    return patch.object(first_meeting, "ARITY", arity)
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 A process with another size runs no further jobs (``tests/helpers/processes.py``).
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -29,8 +29,7 @@ def broadcast_chunks_of(size_bytes: int) -> None:
     broadcast.CHUNK_BYTES = size_bytes
 
 
-@contextmanager
-def before_each_flat_tensor(act: Callable[[], object]) -> Iterator[None]:
+def before_each_flat_tensor(act: Callable[[], object]) -> AbstractContextManager[object]:
     """``act`` runs before the memory of each flat tensor is made, and may raise."""
     make = flat_buffer.SlotViews
 
@@ -38,5 +37,4 @@ def before_each_flat_tensor(act: Callable[[], object]) -> Iterator[None]:
         act()
         return make(*arguments)
 
-    with patch.object(flat_buffer, "SlotViews", acted):
-        yield
+    return patch.object(flat_buffer, "SlotViews", acted)
