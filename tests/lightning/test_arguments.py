@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import Checks
 from tests.helpers.docstring_examples import run_examples
@@ -65,6 +63,7 @@ def test_an_unusable_argument_of_the_wrapper_is_refused_before_any_rank_is_start
     assert caught.value.__notes__ == [f"meaning and next step: legacy-ddp explain {kind.__name__}"]
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_level_of_the_environment_beside_a_reaction_of_the_strategy_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -72,11 +71,7 @@ def test_a_level_of_the_environment_beside_a_reaction_of_the_strategy_is_no_erro
     from legacy_ddp.lightning import LegacyDDPStrategy
 
     monkeypatch.setenv("LEGACY_DDP_CHECKS", "off,timeout_seconds=30")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        model = LegacyDDPStrategy(checks=Checks(nonfinite="raise"))._wrap(torch.nn.Linear(2, 1), None)
-    finally:
-        dist.destroy_process_group()
+    model = LegacyDDPStrategy(checks=Checks(nonfinite="raise"))._wrap(torch.nn.Linear(2, 1), None)
 
     assert model.extra_repr().endswith("timeout_seconds=30.0, checks=Checks(level='off', nonfinite='raise')")
 
@@ -88,14 +83,12 @@ def test_a_state_of_a_communication_hook_without_the_hook_is_refused() -> None:
         LegacyDDPStrategy(ddp_comm_state=object())
 
 
-@pytest.mark.parametrize("name, user", [("LegacyDDPStrategy", "Trainer"), ("LegacyDDPFabricStrategy", "Fabric")])
-def test_the_example_of_a_strategy_runs(name: str, user: str) -> None:
-    import lightning
+@BOTH
+def test_the_example_of_a_strategy_runs(strategy: type) -> None:
+    from lightning import Fabric, Trainer
 
-    from legacy_ddp import lightning as strategies
-
-    strategy = getattr(strategies, name)
-    count, failures = run_examples(strategy, {name: strategy, user: getattr(lightning, user)})
+    names = {strategy.__name__: strategy, "Fabric": Fabric, "Trainer": Trainer}
+    count, failures = run_examples(strategy, names)
 
     assert failures == ""
     assert count > 0

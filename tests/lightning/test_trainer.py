@@ -51,14 +51,11 @@ def test_a_step_that_overflows_in_fp16_on_one_rank_is_skipped_on_all_as_by_ddp(l
 
 
 def test_training_begins_with_the_weights_of_rank_0(left: Any) -> None:
-    ours = left("different_starts")
-    first, second = (told.pop("drawn") for told in ours)
+    first, second = left("different_starts")
 
-    assert first != second
-    assert_same_bits(ours[0], ours[1])
-    assert_same_bits(
-        ours[0], {key: value for key, value in left("different_starts", "ddp")[0].items() if key != "drawn"}
-    )
+    assert first["drawn"] != second["drawn"]
+    assert_same_bits(first["state"], second["state"])
+    assert_same_bits(first["state"], left("different_starts", "ddp")[0]["state"])
 
 
 def test_arguments_of_the_wrapper_reach_it(left: Any) -> None:
@@ -98,11 +95,7 @@ def test_after_fit_the_module_is_unwrapped_and_steps_alone_and_fits_again(left: 
 
 
 def test_what_does_not_go_together_is_refused_as_under_ddp(left: Any) -> None:
-    ours, theirs = left("refused")[0], left("refused", "ddp")[0]
-
-    assert "ZeroRedundancyOptimizer" in ours["Sharded"] == theirs["Sharded"]  # with averaged weights
-    assert "GPU" in ours["Normed"]  # SyncBatchNorm on CPU
-    assert "GPU" in theirs["Normed"]
+    assert left("refused") == left("refused", "ddp")
 
 
 def test_a_backward_that_bypasses_lightning_is_an_error_of_the_optimizer(left: Any) -> None:
