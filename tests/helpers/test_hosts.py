@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,17 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers.hosts import Host, HostFailure, Hosts
+from tests.helpers.watching import wait_for
 
 pytestmark = pytest.mark.hosts
-LIMIT_SECONDS = 120.0
 SLEEP = "import time; print(flush=True); time.sleep(60)"
-
-
-def _await_ranks(folder: Path) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not all((folder / f"rank-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def _sleep_on(host: Host) -> "subprocess.Popen[str]":
@@ -59,7 +51,7 @@ def test_a_host_sees_its_own_name_network_and_processes_only() -> None:
 def test_a_hanging_host_is_named_and_its_processes_killed(tmp_path: Path) -> None:
     with Hosts(2) as hosts:
         job = hosts.torchrun(__file__, str(tmp_path))
-        _await_ranks(tmp_path)
+        wait_for(lambda: len([*tmp_path.iterdir()]) == 2)
         with pytest.raises(HostFailure, match=r"host-1 did not end within 2\.0 s(.|\n)*rank 1 is here"):
             job.wait(2.0)
         assert "test_hosts" not in hosts[1].run("sh", "-c", "cat /proc/[0-9]*/cmdline | tr -d '\\0'")

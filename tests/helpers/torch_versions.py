@@ -23,9 +23,7 @@ leaves_compiler_alone = pytest.mark.skipif(
     reason="in older versions of torch no dispatch mode leaves the compiler alone",
 )
 
-_GLOO_LINE = re.compile(r"^\[Gloo\] Rank .*\n", re.MULTILINE)
-
 
 def without_gloo_lines(stdout: str) -> str:
     """``stdout`` without the line that gloo prints for each group in torch 2.8 and 2.9."""
-    return _GLOO_LINE.sub("", stdout)
+    return re.sub(r"(?m)^\[Gloo\] Rank .*\n", "", stdout)
