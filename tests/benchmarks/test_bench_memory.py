@@ -41,7 +41,6 @@ class _MakesCopy(LegacyDistributedDataParallel):
 
 
 WRAPS = {**bench_memory.WRAPS, "keeps a copy": _KeepsCopy, "makes a copy": partial(_MakesCopy, transport="gloo")}
-NOT_KEPT = bench_memory.NOT_KEPT
 
 
 def _use(rank: int, wrap: str, way: str, set_to_none: bool) -> dict[str, int]:
@@ -60,7 +59,7 @@ def _greatest_use(wrap: str, way: str, set_to_none: bool) -> Any:
 
 def _gradients(wrap: str, way: str) -> float:
     """In multiples of the parameters, of the rank that needs more."""
-    used = _memory.gradients(_greatest_use(wrap, way, False), _greatest_use(NOT_KEPT, way, True))
+    used = _memory.gradients(_greatest_use(wrap, way, False), _greatest_use(bench_memory.NOT_KEPT, way, True))
     return used / (4 * WIDTH**2)
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -98,10 +98,6 @@ class Host:
         """Run ``ip`` or ``tc`` on this host's network, process ids being those outside."""
         self._run([*self._enter(), "--net", *command], _END_SECONDS)
 
-    def kill_all(self) -> None:
-        """Kill every process on this host but the one that holds it; returns when they are gone."""
-        self.run("sh", "-c", "while kill -KILL -1 2>/dev/null; do sleep 0.01; done")  # fails when there is none
-
     def close(self) -> None:
         """End the host: every process there is dead afterwards, the kernel takes the interfaces away."""
         with self._holder:
@@ -168,7 +164,10 @@ class Job:
         __tracebackhide__ = True
         deadline = time.monotonic() + timeout_seconds * slowness()
         try:
-            late = [host.name for host, process, _ in self._started if not _ended(process, deadline)]
+            for _, process, _ in self._started:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+            late = [host.name for host, process, _ in self._started if process.poll() is None]
         finally:
             self.close()
         results = [
@@ -189,15 +188,8 @@ class Job:
         for host, process, _ in self._started:
             process.kill()  # first, because it may be stopped and is what its child waits for to be gone
             process.wait()
-            host.kill_all()
-
-
-def _ended(process: "subprocess.Popen[bytes]", deadline: float) -> bool:
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+            # All but the one that holds the host, until they are gone: kill fails when there is none.
+            host.run("sh", "-c", "while kill -KILL -1 2>/dev/null; do sleep 0.01; done")
 
 
 class Hosts:

@@ -74,21 +74,14 @@ def _finalizers() -> int:
 
 def _loggers() -> dict[str, object]:
     """Without the library's own handler, which stays."""
-    known = {name: logger for name, logger in logging.root.manager.loggerDict.items() if name.startswith("legacy_ddp")}
-    loggers = {"": logging.root, **{n: logger for n, logger in known.items() if isinstance(logger, logging.Logger)}}
-    described = {
-        name: (
-            logger.level,
-            logger.propagate,
-            logger.disabled,
-            [id(handler) for handler in logger.handlers if type(handler).__module__ != is_configured.__module__],
-        )
-        for name, logger in loggers.items()
-    }
-    usual = (logging.NOTSET, True, False, [])  # as a logger that nobody asked for yet
-    return {name: facts for name, facts in described.items() if facts != usual} | {
-        "disable": logging.root.manager.disable
-    }
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("legacy_ddp")]
+    found: dict[str, object] = {"disable": logging.root.manager.disable}
+    for logger in (logging.root, *map(logging.getLogger, names)):
+        handlers = [id(handler) for handler in logger.handlers if type(handler).__module__ != is_configured.__module__]
+        facts = (logger.level, logger.propagate, logger.disabled, handlers)
+        if facts != (logging.NOTSET, True, False, []):  # as a logger that nobody asked for yet
+            found[logger.name] = facts
+    return found
 
 
 def _constants() -> dict[str, object]:

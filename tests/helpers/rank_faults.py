@@ -113,11 +113,6 @@ class Stage:
     def pid(self, rank: int) -> int:
         return int(self.read(f"pid {rank}"))
 
-    def await_end_of(self, rank: int) -> None:
-        end = os.pidfd_open(self.pid(rank))
-        assert select.select([end], [], [], 30.0)[0]
-        os.close(end)
-
     def await_waiting(self, ranks: Collection[int]) -> None:
         for rank in ranks:
             self.read(f"waiting {rank}")
@@ -258,7 +253,9 @@ def outlive_in_backward(stage: Stage) -> None:
 
     def outlive(gradient: torch.Tensor) -> None:
         stage.note(f"in backward {stage.rank}")
-        stage.await_end_of(stage.first_victim)
+        end = os.pidfd_open(stage.pid(stage.first_victim))
+        assert select.select([end], [], [], 30.0)[0]
+        os.close(end)
 
     output = stage.model(torch.ones(1, stage.scene.numel))
     output.register_hook(outlive)

@@ -117,17 +117,15 @@ def run_ranks(
 def _settle(ranks: list[_Rank]) -> None:
     """Keep the processes that are as they were before the job, and end the others."""
     is_faulty = any(r.fault for r in ranks)
-    kept = [] if is_faulty else [r for r in ranks if r.changes == []]
-    for r in kept:
-        pool.give_back(r.host)
-    changed = [] if is_faulty else [r for r in ranks if r.changes]
-    for r in changed:
-        if os.environ.get(_EXPLAIN):
-            print(f"rank {r.rank} is not kept: {r.changes}", file=sys.stderr)
-        _note_exit(r, r.host.end())
     for r in ranks:
-        if r not in kept and r not in changed:
+        if is_faulty or r.changes is None:
             r.host.kill()  # nothing happens to one that ended
+        elif not r.changes:
+            pool.give_back(r.host)
+        else:
+            if os.environ.get(_EXPLAIN):
+                print(f"rank {r.rank} is not kept: {r.changes}", file=sys.stderr)
+            _note_exit(r, r.host.end())
 
 
 # What the parent sees of the ranks: messages, ends, deadlines, and the rank to blame
