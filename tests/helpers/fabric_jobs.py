@@ -55,7 +55,7 @@ def train(fabric: Fabric, net: nn.Module, *, window: int = 1, hook: Any = None) 
 
 def accumulating(strategy: str, folder: Path) -> Result:
     model, _ = train(start(strategy), make_net(), window=3)
-    return state(model)
+    return {"state": state(model)}
 
 
 def hooked(strategy: str, folder: Path) -> Result:

@@ -229,7 +229,7 @@ def accumulating(strategy: str, folder: Path) -> Result:
     """Windows of 4, 4 and 3 batches, clipped."""
     module = Plain()
     fit(strategy, module, batches=11, accumulate_grad_batches=4, gradient_clip_val=0.1)
-    return {**state(module), "seen": module.seen}
+    return {"state": state(module), "seen": module.seen}
 
 
 def in_fp16(strategy: str, folder: Path) -> Result:

@@ -30,6 +30,6 @@ if __name__ == "__main__":
         if framework == "fabric":
             Fabric(accelerator="cpu", devices=RANKS, strategy=name).launch(train_by_fabric, path)
             continue
-        weights = {key: value for key, value in by_trainer(name, folder).items() if isinstance(value, torch.Tensor)}
+        weights = by_trainer(name, folder)["state"]
         if os.environ.get("SLURM_PROCID", "0") == "0":  # rank 0, or who started all ranks and gets its weights back
             torch.save(weights, path)
