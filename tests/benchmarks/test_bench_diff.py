@@ -34,12 +34,6 @@ def _run(tmp_path: Path, old: Any, new: Any, *more: str) -> int:
     return diff.main([str(tmp_path / "old.json"), str(tmp_path / "new.json"), *more])
 
 
-def test_the_interval_of_a_median_is_that_of_the_notches() -> None:
-    row = _results.Timed(median_ms=1.0, ratio=2.0, quartiles=(1.5, 2.5), n=25)
-
-    assert row.interval == pytest.approx((2 - 0.314, 2 + 0.314))  # 1.57 x 1 / 5
-
-
 @pytest.mark.parametrize(
     "ratio,spread,threshold,judgement",
     [
