@@ -74,15 +74,13 @@ RUNS = list(product((2, 4, 16), (2**16, 2**20, 2**24)))
 @pytest.mark.parametrize("costs", [(3e-4, 5e-5, 1e-9), (0.0, 5e-5, 1e-9), (3e-4, 0.0, 2e-10)])
 def test_a_fit_recovers_the_costs_that_made_the_times(costs: tuple[float, float, float]) -> None:
     ring = _alpha_beta.Ring("true", *costs)
+    times = {key: ring.seconds(*key) for key in RUNS}
 
-    fitted = _alpha_beta.fit_ring("fitted", {key: ring.seconds(*key) for key in RUNS})
+    fitted = _alpha_beta.fit_ring("fitted", times)
 
     found = (fitted.call_seconds, fitted.alpha_seconds, fitted.beta_seconds)
     assert found == pytest.approx(costs, rel=1e-6, abs=1e-12)
-    assert all(
-        abs(missed) < 1e-6
-        for missed in _alpha_beta.residuals(fitted, {key: ring.seconds(*key) for key in RUNS}).values()
-    )
+    assert all(abs(missed) < 1e-6 for missed in _alpha_beta.residuals(fitted, times).values())
 
 
 def test_short_times_count_as_much_as_long_ones() -> None:
