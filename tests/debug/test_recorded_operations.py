@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Collection
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.recorded import Recorded
 from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_models import tanh_net
-
-
-def operations_in(folder: Path, rank: int = 0) -> dict[int, tuple[Any, ...]]:
-    return Recorded(folder, rank).operations
 
 
 def batch(step: int, rank: int = 0) -> torch.Tensor:
@@ -65,7 +60,7 @@ def test_recorded_steps_hold_their_operations_and_train_to_the_same_bits(tmp_pat
 
     assert trained["one"] == trained["two"] == trained["plain"]
     for rank in range(2):
-        one, two = (operations_in(tmp_path / name, rank) for name in ("one", "two"))
+        one, two = (Recorded(tmp_path / name, rank).operations for name in ("one", "two"))
         assert list(one) == [2, 3]
         assert one == two
         assert one[2] != one[3]
@@ -110,7 +105,7 @@ def test_the_operations_lie_between_the_first_forward_pass_with_gradients_and_th
         torch.ones(2) * 9
         optimizer.step()
 
-    found = operations_in(tmp_path)[1]
+    found = Recorded(tmp_path).operations[1]
 
     settings = {item.settings for item in found}
     assert "other=7" in settings
@@ -131,7 +126,7 @@ def test_a_plain_module_counts_a_forward_pass_after_each_backward_pass(tmp_path:
             optimizer.step()
             optimizer.zero_grad()
 
-    found = operations_in(tmp_path)
+    found = Recorded(tmp_path).operations
 
     assert list(found) == [2]
     losses = [item for item in found[2] if item.settings == "other=2" and item.stage == "forward"]
@@ -153,8 +148,8 @@ def test_two_forward_passes_of_a_wrapper_and_of_a_plain_module_agree(tmp_path: P
     found = compare(tmp_path / "wrapper", tmp_path / "plain")
 
     # A wrapper counts two micro-batches, a plain module one.
-    assert {item.micro_batch for item in operations_in(tmp_path / "wrapper")[1]} == {1, 2}
-    assert {item.micro_batch for item in operations_in(tmp_path / "plain")[1]} == {1}
+    assert {item.micro_batch for item in Recorded(tmp_path / "wrapper").operations[1]} == {1, 2}
+    assert {item.micro_batch for item in Recorded(tmp_path / "plain").operations[1]} == {1}
     assert found.verdict == "same"
     assert "operations of step 1 agree" in found.notes
 
@@ -169,7 +164,7 @@ def test_a_copy_of_a_recorded_module_is_a_plain_copy(tmp_path: Path) -> None:
         copied(batch(1)).sum().backward()
         all_reduce_gradients(module)
 
-    assert {item.micro_batch for item in operations_in(tmp_path)[1]} == {1}
+    assert {item.micro_batch for item in Recorded(tmp_path).operations[1]} == {1}
     assert not module._forward_pre_hooks
 
 
@@ -240,7 +235,7 @@ def test_after_a_call_that_failed_the_record_begins_again(tmp_path: Path) -> Non
     run_ranks(_fail_once, 2, tmp_path)
 
     for rank in range(2):
-        found = operations_in(tmp_path, rank)[1]
+        found = Recorded(tmp_path, rank).operations[1]
         assert [item.settings for item in found if item.settings == "other=3"] != []
         assert [item.name for item in found].count("aten::addmm") == 2
         assert {item.micro_batch for item in found} == {1}

@@ -3,7 +3,6 @@
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,32 +14,27 @@ from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.recorded import Recorded
 from tests.helpers.small_models import add_gradients, error_of, wrap
-
-
-def _call(model: Any, **arguments: Any) -> None:
-    model.zero_grad()
-    add_gradients(model, 1.0)
-    model.all_reduce(**arguments)
+from tests.helpers.small_models import step as take_step
 
 
 def _record(rank: int, folder: Path) -> None:
     model = wrap()
     with Recorder(model, folder / "sums"):
-        _call(model, metrics={"loss": 0.1 + rank, "k": 2})
-        _call(model)
-        _call(model, metrics={"loss": math.nan, "k": (-1.0) ** rank * math.inf})
-        _call(model, metrics={"loss": math.inf})
+        take_step(model, 1.0, metrics={"loss": 0.1 + rank, "k": 2})
+        take_step(model, 1.0)
+        take_step(model, 1.0, metrics={"loss": math.nan, "k": (-1.0) ** rank * math.inf})
+        take_step(model, 1.0, metrics={"loss": math.inf})
     with Recorder(model, folder / "logged") as recorder:
         recorder.log(begun="yes")
-        _call(model)
+        take_step(model, 1.0)
         recorder.log(loss=torch.tensor(0.5 + rank), lr=np.float32(0.25))
         recorder.log(lr=0.125)
-        _call(model)
+        take_step(model, 1.0)
         if rank:
             recorder.log(only="here", self=3)
     with Recorder(model, folder / "join"), model.join():
         for _ in range(1 + rank):
-            _call(model, metrics={"loss": 1.0})
+            take_step(model, 1.0, metrics={"loss": 1.0})
 
 
 def test_sums_are_in_the_trace_of_every_rank_and_logged_values_in_that_of_their_own(tmp_path: Path) -> None:
@@ -66,7 +60,7 @@ def test_calls_and_logged_values_are_in_the_file_at_once_also_those_that_are_not
     with Recorder(model, tmp_path) as recorder:
         recorder.log(a=math.nan, b=math.inf, c=-math.inf, d="\ud800 é")
         assert str(Recorded(tmp_path).logged) == "{0: {'a': nan, 'b': inf, 'c': -inf, 'd': '\\ud800 é'}}"
-        _call(model)
+        take_step(model, 1.0)
         assert Recorded(tmp_path).steps == [0, 1]  # a kill loses no step
         recorder.log(loss=0.5)
         assert Recorded(tmp_path).logged[1] == {"loss": 0.5}
@@ -77,7 +71,7 @@ def test_values_of_steps_that_are_not_recorded_are_left_out(tmp_path: Path) -> N
     model = wrap()
     with Recorder(model, tmp_path, every=2) as recorder:
         for step in range(1, 5):
-            _call(model, metrics={"loss": float(step)})
+            take_step(model, 1.0, metrics={"loss": float(step)})
             recorder.log(step=step)
 
     trace = Recorded(tmp_path)
@@ -101,7 +95,7 @@ def test_a_value_that_cannot_be_logged_is_named_and_nothing_is_written(tmp_path:
         assert error_of(recorder.log, good=1, x=10**400) == out_of_range
         unnamed = "log() takes values by name: got {'loss': 1}, expected name=value; write log(**values)"
         assert error_of(recorder.log, {"loss": 1}) == ("TypeError", unnamed)
-        _call(model)
+        take_step(model, 1.0)
 
     assert Recorded(tmp_path).logged == {}
 
@@ -127,7 +121,7 @@ def test_the_command_line_is_in_the_environment(tmp_path: Path, monkeypatch: pyt
     model = wrap()
     for name, argv in (("a", True), ("b", False)):
         with Recorder(model, tmp_path / name, argv=argv):
-            _call(model)
+            take_step(model, 1.0)
 
     recorded, left_out = (Recorded(tmp_path / name).environment.facts["argv"] for name in "ab")
     assert (recorded, left_out) == ("train.py --name 'two words' --lr=0.1", "not recorded")

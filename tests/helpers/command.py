@@ -35,6 +35,14 @@ def command(
     return CompletedProcess(given, status, output.getvalue(), errors.getvalue())
 
 
+def refusal(*arguments: object) -> str:
+    """What the command says, in one line, before it ends with 2."""
+    done = command(*arguments)
+    begin, _, text = done.stderr.partition("legacy-ddp: error: ")
+    assert (done.returncode, done.stdout, begin, text.count("\n")) == (2, "", "", 1), done.stderr
+    return text.rstrip("\n")
+
+
 def compare(*folders: Path, local_buffers: tuple[str, ...] = ()) -> Any:
     """What ``legacy-ddp diff --json`` finds between two runs, or between the ranks of one run.
 

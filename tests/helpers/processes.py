@@ -10,7 +10,8 @@ import resource
 import signal
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import islice
 from multiprocessing.util import _finalizer_registry
@@ -151,6 +152,17 @@ def state(pid: int) -> str:
     with _unless_ended:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0] if fields else "Z"
+
+
+@contextmanager
+def limited(kind: int, amount: int) -> Iterator[None]:
+    """This process has no more of what ``resource.RLIMIT_...`` names."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (amount, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
 
 
 def leave_open_files(count: int) -> None:

@@ -16,7 +16,10 @@ def texts_in(file: Path) -> dict[str, str]:
 
 
 def rewrite(file: Path, scenes: Mapping[str, Scene]) -> None:
-    """Write the file again, after a change of a text by intention."""
+    """Write the file again, after a change of a text by intention.
+
+    `python -m` runs it with the name of a test module. Read the diff.
+    """
     texts = []
     for name, scene in scenes.items():
         with TemporaryDirectory() as folder:

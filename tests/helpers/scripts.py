@@ -123,11 +123,10 @@ def run_script(
         [sys.executable, *command],
         cwd=cwd,
         env={**os.environ, **_SETTINGS, **(environment or {})},
-        capture_output=True,
         text=True,
         timeout=limit_seconds * slowness(),
         check=False,
-        **options,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
 
 

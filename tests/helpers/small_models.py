@@ -62,11 +62,11 @@ def gradient_values(model: nn.Module) -> dict[str, float | None]:
     return found
 
 
-def step(model: LegacyDistributedDataParallel, value: float) -> float | None:
+def step(model: LegacyDistributedDataParallel, value: float, **arguments: Any) -> float | None:
     """One step on fresh gradients of ``value``; what the first of them is afterwards."""
     model.zero_grad()
     add_gradients(model, value)
-    model.all_reduce()
+    model.all_reduce(**arguments)
     return next(iter(gradient_values(model).values()))
 
 

@@ -131,6 +131,11 @@ def end_after(path: Path, last: int | None) -> None:
     without(path, is_later)
 
 
+def tear(path: Path) -> None:
+    """Remove the end of the last line."""
+    path.write_bytes(path.read_bytes()[:-30])
+
+
 def lines_of(data: bytes) -> list[bytes]:
     """The lines of a file; only ``\\n`` ends a line."""
     parts = data.split(b"\n")

@@ -2,8 +2,6 @@
 
 import json
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.command import command, compare
 from tests.helpers.operations import operation, recordable
+from tests.helpers.processes import limited
 from tests.helpers.recorded import PHASES
 from tests.helpers.traces import NAMES, START, call_facts, environment, write_trace
 
@@ -59,20 +58,10 @@ def test_equal_values_are_the_same_whatever_is_around_them(facts: dict[str, str]
         assert [compare(a, b).verdict, compare(b, a).verdict, compare(b, b).verdict] == ["same"] * 3
 
 
-@contextmanager
-def _few_open_files() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -> None:
     a = write_trace(tmp_path / "a", world_size=100, steps=2)
     b = write_trace(tmp_path / "b", world_size=100, steps=2, planted={(77, 2, "buffers", "buffer 'mean'"): (WORD, 1.0)})
-    with _few_open_files():
+    with limited(resource.RLIMIT_NOFILE, 64):
         assert [compare(a, b).first.ranks, compare(b).first.ranks] == [(77,), (77,)]
 
 

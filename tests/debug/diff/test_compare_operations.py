@@ -1,8 +1,4 @@
-"""The step and the ranks with compared operations of two runs, and notes about operations: text of `legacy-ddp diff`.
-
-A change of a text by intention: `python -m tests.debug.diff.test_compare_operations` writes compared.txt again; read
-its diff.
-"""
+"""`legacy-ddp diff`: the step and the ranks with compared operations of two runs, and notes about operations."""
 
 from collections.abc import Callable, Sequence
 from contextlib import chdir
@@ -23,10 +19,7 @@ Given = dict[str, Any]
 
 
 def sequence(rank: int, *, wrong: int | None = None, extra: bool = False) -> list[Operation]:
-    """Four operations on data of the rank; ``wrong``: position of an operation with another output.
-
-    ``extra``: one more, with a result of its own.
-    """
+    """Four operations on data of the rank. ``wrong``: that with another output. ``extra``: one with its own result."""
     found, held = [], f"{rank:016x}"
     for index in range(4):
         out = f"{17 * (index + 1) + (index == wrong) + 1000 * rank:016x}"

@@ -1,7 +1,4 @@
-"""Text and JSON of `legacy-ddp diff` for a set of scenes, byte for byte.
-
-A change of a message by intention: `python -m tests.debug.diff.test_scenes` writes scenes.txt again; read its diff.
-"""
+"""Text and JSON of `legacy-ddp diff` for a set of scenes, byte for byte."""
 
 import json
 import math
@@ -17,7 +14,7 @@ import pytest
 from tests.helpers.command import command
 from tests.helpers.operations import Operation, model, operation, recordable, rewritten
 from tests.helpers.scenes import Scene, rewrite, texts_in
-from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, without, write_trace
+from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, tear, without, write_trace
 
 EXPECTED = Path(__file__).with_name("scenes.txt")
 WORD, OTHER = "ab" * 8, "cd" * 8
@@ -79,11 +76,6 @@ def share(micro_batches: int, data: str) -> Callable[[int, int], Any]:
         )
 
     return call
-
-
-def own(rank: int, size: int) -> Any:
-    """An environment with facts of its run, and of its rank alone."""
-    return environment(rank, size, facts={"torch": f"2.{size}", "seed": str(rank)})
 
 
 EQUAL = {"loss": 0.1, "nan": math.nan, "inf": math.inf}
@@ -335,7 +327,7 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
         },
     ),
     "world sizes, facts of single ranks": (
-        {"environments": own},
+        {"environments": lambda rank, size: environment(rank, size, facts={"torch": f"2.{size}", "seed": str(rank)})},
         {"world_size": 3, **planted((0, 3, "parameters"))},
     ),
     "world sizes, ranks of A differ": (planted((1, 2, "parameters")), {"world_size": 4, "planted": {}}),
@@ -414,7 +406,7 @@ DAMAGED: dict[str, Callable[[Path], object]] = {
     "a damaged second line": lambda folder: _damage(folder / "rank-00001.jsonl", 1),
     "a rank is a step behind": lambda folder: end_after(folder / "rank-00001.jsonl", 4),
     "a rank has the start alone": lambda folder: end_after(folder / "rank-00002.jsonl", 0),
-    "a torn last line": lambda folder: _cut_bytes(folder / "rank-00001.jsonl", 30),
+    "a torn last line": lambda folder: tear(folder / "rank-00001.jsonl"),
     "a rank was killed within its step": lambda folder: without(
         folder / "rank-00001.jsonl",
         lambda line: b'"line":"end"' in line or (b'"step":5' in line and b'"phase":"buffers"' in line),
@@ -440,10 +432,6 @@ def _turned(folder: Path, rank: int) -> None:
     with TemporaryDirectory() as other:
         name = f"rank-{rank:05}.jsonl"
         (folder / name).write_bytes((write_trace(Path(other), **given) / name).read_bytes())
-
-
-def _cut_bytes(path: Path, count: int) -> None:
-    path.write_bytes(path.read_bytes()[:-count])
 
 
 def outputs(*folders: Path) -> str:

@@ -1,8 +1,4 @@
-"""Settings of the optimizer that differ: every one is listed, and none hides another or the reason beside it.
-
-The texts of `legacy-ddp diff`. A change of a text by intention: `python -m tests.debug.diff.test_settings` writes
-settings.txt again; read its diff.
-"""
+"""Settings of the optimizer that differ: every one is listed, and none hides another or the reason beside it."""
 
 from collections.abc import Callable, Iterable
 from contextlib import chdir

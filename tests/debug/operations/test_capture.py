@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from legacy_ddp.debug import digest
 from legacy_ddp.debug._operations.capture import OperationCapture
 from legacy_ddp.debug._operations.operation import Operation
+from tests.helpers.recorded import word_of
 from tests.helpers.torch_versions import leaves_compiler_alone
 
 
@@ -24,10 +25,6 @@ def captured(module: nn.Module, run: Callable[[], object], *, keep: range = rang
 def the(operations: list[Operation], name: str) -> Operation:
     [found] = [item for item in operations if item.name == name]
     return found
-
-
-def hexadecimal(tensor: torch.Tensor) -> str:
-    return f"{digest(tensor) % 2**64:016x}"
 
 
 class Block(nn.Module):
@@ -49,10 +46,10 @@ def test_an_operation_has_the_digests_of_its_inputs_and_outputs() -> None:
     operation = the(captured(model, lambda: model(x)), "aten::addmm")
 
     weight, bias = model.first.weight.detach(), model.first.bias.detach()
-    assert [value.digest for value in operation.inputs] == [hexadecimal(item) for item in (bias, x, weight.t())]
+    assert [value.digest for value in operation.inputs] == [word_of(item) for item in (bias, x, weight.t())]
     assert [value.kind for value in operation.inputs] == ["float32 (4,)", "float32 (5, 3)", "float32 (3, 4)"]
     assert [value.layout for value in operation.inputs] == ["", "", "strides (1, 3)"]
-    assert [value.digest for value in operation.outputs] == [hexadecimal(x @ weight.t() + bias)]
+    assert [value.digest for value in operation.outputs] == [word_of(x @ weight.t() + bias)]
     assert operation.parameters == ("first.bias", "", "first.weight")
     assert (operation.stage, operation.module, operation.settings, operation.generator) == ("forward", "first", "", "")
 
@@ -83,7 +80,7 @@ def test_operations_of_the_backward_pass_and_its_hooks_belong_to_the_module_of_t
     assert products[1].parameters == ("", "inner.1.weight")
     [hook] = [item for item in found if item.settings == "other=7"]
     assert (hook.stage, hook.module) == ("backward", "inner.1")
-    assert products[2].outputs[0].digest == hexadecimal(model.first.weight.grad.t().contiguous().t())
+    assert products[2].outputs[0].digest == word_of(model.first.weight.grad.t().contiguous().t())
 
 
 class Borrower(nn.Module):
@@ -105,7 +102,7 @@ def test_a_gradient_belongs_to_the_holder_of_the_parameter_and_not_to_its_user()
     found = captured(model, lambda: model["borrower"](x).sum().backward())
 
     accumulation = the(found, "aten::add_.Tensor")
-    assert (accumulation.module, accumulation.outputs[0].digest) == ("lender", hexadecimal(lender.weight.grad))
+    assert (accumulation.module, accumulation.outputs[0].digest) == ("lender", word_of(lender.weight.grad))
     assert {item.module for item in found if item.name == "aten::mm"} == {"borrower"}
 
 
@@ -167,7 +164,7 @@ def test_what_an_operation_changes_is_an_output_and_digested_before_as_an_input(
     operation = the(captured(nn.Identity(), run), name)
 
     for found, expected in ((operation.inputs, inputs), (operation.outputs, outputs)):
-        digests = [None if values is None else hexadecimal(torch.tensor(values)) for values in expected]
+        digests = [None if values is None else word_of(values) for values in expected]
         assert [value.digest for value in found] == digests
 
 
@@ -177,9 +174,7 @@ def test_the_statistics_of_a_batch_norm_are_outputs() -> None:
     operation = the(captured(norm, lambda: norm(x)), "aten::native_batch_norm")
 
     assert operation.parameters == ("", "weight", "bias", "running_mean", "running_var")
-    assert {hexadecimal(norm.running_mean), hexadecimal(norm.running_var)} <= {
-        item.digest for item in operation.outputs
-    }
+    assert {word_of(norm.running_mean), word_of(norm.running_var)} <= {item.digest for item in operation.outputs}
 
 
 def test_a_write_from_elsewhere_shows_between_two_operations() -> None:
@@ -193,8 +188,8 @@ def test_a_write_from_elsewhere_shows_between_two_operations() -> None:
     found = captured(nn.Identity(), run)
 
     product, total = the(found, "aten::mul.Tensor"), the(found, "aten::add.Tensor")
-    assert product.outputs[0].digest == hexadecimal(x * 2)
-    assert total.inputs[0].digest == hexadecimal(torch.tensor([0.0, 2, 4, 6, 7, 10])) != product.outputs[0].digest
+    assert product.outputs[0].digest == word_of(x * 2)
+    assert total.inputs[0].digest == word_of(torch.tensor([0.0, 2, 4, 6, 7, 10])) != product.outputs[0].digest
 
 
 def test_a_large_tensor_is_digested_before_it_changes() -> None:
@@ -206,8 +201,8 @@ def test_a_large_tensor_is_digested_before_it_changes() -> None:
 
     total, zero = captured(nn.Identity(), run)
 
-    assert total.outputs[0].digest == hexadecimal(x + 1)
-    assert zero.outputs[0].digest == hexadecimal(torch.zeros(2**17))
+    assert total.outputs[0].digest == word_of(x + 1)
+    assert zero.outputs[0].digest == word_of(torch.zeros(2**17))
 
 
 def test_views_have_shapes_and_no_digests() -> None:
@@ -226,8 +221,8 @@ def test_a_random_operation_has_the_state_of_its_generator() -> None:
 
     found = captured(nn.Identity(), lambda: (dropout(x, 0.5), torch.bernoulli(x / 2, generator=own), x + 1))
 
-    assert the(found, "aten::bernoulli_.float").generator == hexadecimal(default)
-    assert the(found, "aten::bernoulli").generator == hexadecimal(given)
+    assert the(found, "aten::bernoulli_.float").generator == word_of(default)
+    assert the(found, "aten::bernoulli").generator == word_of(given)
     assert the(found, "aten::bernoulli").settings == "generator=Generator"
     assert the(found, "aten::add.Tensor").generator == ""
 
@@ -262,7 +257,7 @@ def test_memory_has_a_digest_once_all_of_it_is_written(writes: list[tuple[Callab
 
     assert found[0].outputs[0].digest is None
     sums = [item.inputs[0].digest for item in found if item.name == "aten::add.Tensor"]
-    assert sums == [None if held is None else hexadecimal(torch.tensor(held)) for _, held in writes]
+    assert sums == [None if held is None else word_of(held) for _, held in writes]
     if len(writes) == 1:
         copy = the(found, "aten::copy_")
         assert [copy.inputs[0].digest, copy.outputs[0].digest] == [None, *sums]
@@ -276,7 +271,7 @@ def test_freed_memory_does_not_make_new_memory_undefined() -> None:
 
     sums = [item for item in captured(nn.Identity(), run) if item.name == "aten::add.Tensor"]
 
-    assert {item.inputs[0].digest for item in sums} == {hexadecimal(torch.ones(64))}
+    assert {item.inputs[0].digest for item in sums} == {word_of(torch.ones(64))}
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -344,7 +339,7 @@ def test_sparse_gradients_are_digested_as_coalesced() -> None:
     found = captured(words, lambda: words(rows).sum().backward())
 
     sparse = [item for item in found for value in item.outputs if value.kind.endswith("sparse") and value.digest]
-    assert sparse[-1].outputs[0].digest == hexadecimal(words.weight.grad)
+    assert sparse[-1].outputs[0].digest == word_of(words.weight.grad)
     assert sparse[-1].outputs[0].layout == "sparse_coo"
 
 
@@ -354,7 +349,7 @@ def test_complex_tensors_have_their_conjugation_in_the_layout() -> None:
     found = captured(nn.Identity(), lambda: x.conj() * 2)
 
     assert the(found, "aten::_conj").outputs[0].layout == "conjugated"
-    assert the(found, "aten::mul.Tensor").inputs[0].digest == hexadecimal(torch.tensor([1 - 2j, 3 + 1j]))
+    assert the(found, "aten::mul.Tensor").inputs[0].digest == word_of(torch.tensor([1 - 2j, 3 + 1j]))
 
 
 def test_tied_weights_have_their_first_name() -> None:
@@ -385,7 +380,7 @@ def test_a_control_flow_operation_runs_and_has_a_row() -> None:
     found = captured(nn.Identity(), lambda: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
 
     assert found[-1].name == "higher_order::cond"
-    assert found[-1].outputs[0].digest == hexadecimal(torch.sin(x))
+    assert found[-1].outputs[0].digest == word_of(torch.sin(x))
 
 
 def test_operations_before_the_first_forward_pass_have_no_number() -> None:

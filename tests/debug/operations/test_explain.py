@@ -1,8 +1,4 @@
-"""The section about operations in the text of `legacy-ddp diff`: the first difference, its meaning and the next step.
-
-A change of a text by intention: `python -m tests.debug.operations.test_explain` writes explanations.txt again; read its
-diff.
-"""
+"""The section about operations of `legacy-ddp diff`: the first difference, its meaning and the next step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +10,7 @@ import pytest
 
 from tests.helpers.command import command
 from tests.helpers.operations import Operation, changed, layer, model, operation, recordable, rewritten, value
-from tests.helpers.scenes import Scene, rewrite, texts_in
+from tests.helpers.scenes import rewrite, texts_in
 from tests.helpers.traces import NAMES, environment, write_trace
 
 EXPECTED = Path(__file__).with_name("explanations.txt")
@@ -282,18 +278,10 @@ def told(folder: Path, case: Case) -> str:
     return next(part for part in sections if part.startswith(("operations of step", "note: "))).rstrip() + "\n"
 
 
-def scenes() -> dict[str, Scene]:
-    return {name: partial(told, case=case) for name, case in CASES.items()}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_difference_is_explained_as_before(tmp_path: Path, name: str) -> None:
     assert told(tmp_path, CASES[name]) == texts_in(EXPECTED)[name]
 
 
-def test_every_scene_is_tested() -> None:
-    assert [*texts_in(EXPECTED)] == [*CASES]
-
-
 if __name__ == "__main__":
-    rewrite(EXPECTED, scenes())
+    rewrite(EXPECTED, {name: partial(told, case=case) for name, case in CASES.items()})

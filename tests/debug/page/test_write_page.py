@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.command import command
+from tests.helpers.command import command, refusal
 from tests.helpers.operations import changed, model, operation, recordable, rewritten
 from tests.helpers.report import Shown, report, text_of, titled, write_report
 from tests.helpers.traces import NAMES, call_facts, end_after, environment, write_trace
@@ -185,10 +185,7 @@ def test_a_trace_that_ends_at_its_start_is_a_page_all_the_same(tmp_path: Path) -
 
 
 def _refused(output: Path, *traces: Path) -> str:
-    """The error of a report that is not written."""
-    done = command("report", *traces, "-o", output)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    return done.stderr.removeprefix("legacy-ddp: error: ").rstrip("\n")
+    return refusal("report", *traces, "-o", output)
 
 
 @pytest.fixture

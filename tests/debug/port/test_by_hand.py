@@ -7,16 +7,12 @@ import pytest
 import torch
 
 from tests.helpers.command import RefusedError
-from tests.helpers.ported import Ported, end_states, ported
+from tests.helpers.ported import end_states, ported
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import assert_same_bits
 
 IMPORT = "from legacy_ddp import all_reduce_gradients\n"
 HEAD = "import torch\nimport torch.distributed as dist\n"
-
-
-def _remarks(found: Ported) -> list[tuple[bool, str]]:
-    return [(remark.is_open, remark.text) for remark in found.remarks]
 
 
 # A step as CleanRL's PPO for several GPUs has it: one flat vector, written back piece by piece.
@@ -113,10 +109,9 @@ def test_a_ported_average_ends_in_the_bits_of_the_average_by_hand(tmp_path: Path
             assert_same_bits(after, before)
             assert not torch.equal(before["0.weight"], torch.zeros(8, 5))
 
-    flat, held, _ = map(_remarks, found)  # the lines and the function to delete
-    assert flat == [(False, "lines 11 to 21 reduce gradients by hand; all_reduce_gradients(module) takes their place")]
-    ((is_open, text),) = held
-    assert not is_open
+    flat, held, _ = (one.texts for one in found)  # the lines and the function to delete
+    assert flat == ["lines 11 to 21 reduce gradients by hand; all_reduce_gradients(module) takes their place"]
+    (text,) = held
     assert text.endswith("takes their place; delete reduce_and_rescale() in lines 7 to 36, if nothing else calls it")
 
 
@@ -233,7 +228,7 @@ def test_what_may_be_no_mean_of_a_module_is_left_to_the_user(name: str, tmp_path
 
     found = ported(f"{HEAD}loss.backward()\n{lines}optimizer.step()\n", tmp_path)
 
-    ((is_open, text),) = _remarks(found)
+    ((is_open, text, _),) = found.remarks
     assert is_open
     assert "by hand" in text
     assert words in text
@@ -245,7 +240,7 @@ def test_an_average_of_a_module_that_torch_ddp_wraps_is_left_to_the_user(tmp_pat
     wrapped = "from torch.nn.parallel import DistributedDataParallel as DDP\nnet = DDP(net)\n"
     found = ported(f"{HEAD}{wrapped}{LOOP}    p.grad /= world_size\nloss.backward()\n", tmp_path)
 
-    assert any(is_open and "that torch DDP wraps here" in text for is_open, text in _remarks(found)), _remarks(found)
+    assert any(is_open and "that torch DDP wraps here" in text for is_open, text, _ in found.remarks), found.remarks
     assert "all_reduce_gradients" not in found.after
 
 
@@ -290,7 +285,7 @@ def test_a_name_that_the_script_has_already_is_not_shadowed(tmp_path: Path) -> N
 def test_a_division_before_the_sum_says_that_it_may_round_differently(tmp_path: Path) -> None:
     lines = "for p in net.parameters():\n    p.grad /= world_size\n    dist.all_reduce(p.grad)\n"
 
-    ((is_open, text),) = _remarks(ported(HEAD + lines, tmp_path))
+    ((is_open, text, _),) = ported(HEAD + lines, tmp_path).remarks
 
     assert (is_open, text.rpartition("; ")[2]) == (False, "they divide before the sum, which may round differently")
 
@@ -319,7 +314,7 @@ def test_a_function_of_another_file_is_read_or_known_by_its_name(
     (tmp_path / "lib" / "helpers.py").write_text(helper)
     (tmp_path / "scripts").mkdir()
 
-    ((found_open, text),) = _remarks(ported(STEP.format(argument), tmp_path / "scripts"))
+    ((found_open, text, _),) = ported(STEP.format(argument), tmp_path / "scripts").remarks
 
     assert (found_open, words in text) == (is_open, True), text
 
@@ -330,8 +325,8 @@ def test_an_optimizer_that_reduces_is_named_here_and_in_files_behind_those_that_
     step = "from model import build\noptimizer = build()\nloss.backward()\noptimizer.step()\n"
     words = "the optimizer Sharded reduces gradients by itself"
 
-    ((is_open, there),) = _remarks(ported(step, tmp_path))
-    ((_, here),) = _remarks(ported(SHARDED, tmp_path))
+    ((is_open, there, _),) = ported(step, tmp_path).remarks
+    (here,) = ported(SHARDED, tmp_path).texts
 
     assert is_open
     assert there.startswith(f"{words} in sharded.py:9: leave a loop with this optimizer as it is")
@@ -342,4 +337,4 @@ def test_a_clip_before_the_average_is_told(tmp_path: Path) -> None:
     clip = "clip_grad_norm_(net.parameters(), 0.5)\n"
     found = ported(f"{HEAD}loss.backward()\n{clip}{LOOP}    p.grad /= world_size\noptimizer.step()\n", tmp_path)
 
-    assert any("clips the gradients of each rank alone" in text and not is_open for is_open, text in _remarks(found))
+    assert any("clips the gradients of each rank alone" in text and not is_open for is_open, text, _ in found.remarks)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.command import command, compare
+from tests.helpers.command import command, compare, refusal
 from tests.helpers.operations import operation
 from tests.helpers.traces import end_after, environment, write_trace
 
@@ -19,12 +19,6 @@ LACKING = (
     "copy the files of all hosts into one folder (was a rank killed before its recorder began, or is there a recorder "
     "on some ranks only?)"
 )
-
-
-def _refused(folder: Path) -> str:
-    done = command("show", folder)
-    assert (done.returncode, done.stdout) == (2, "")
-    return done.stderr.removeprefix("legacy-ddp: error: ").rstrip("\n")
 
 
 def _add_rank(folder: Path, rank: int, world_size: int) -> None:
@@ -109,7 +103,7 @@ def test_a_folder_that_is_no_whole_run_is_refused(tmp_path: Path, name: str) -> 
     harm, text = REFUSED[name]
     harm(folder := write_trace(tmp_path / "trace"))
 
-    assert _refused(folder) == text.format(folder=folder)
+    assert refusal("show", folder) == text.format(folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +113,7 @@ def test_a_folder_that_is_no_whole_run_is_refused(tmp_path: Path, name: str) -> 
 def test_ranks_of_two_runs_are_refused_together(tmp_path: Path, what: str, values: list[Any]) -> None:
     folder = write_trace(tmp_path, environments=lambda rank, size: environment(rank, size, **{what: values[rank]}))
 
-    assert _refused(folder) == f"{folder} holds files of several runs: got {what} {values}, expected one value"
+    assert refusal("show", folder) == f"{folder} holds files of several runs: got {what} {values}, expected one value"
 
 
 def test_other_files_in_the_folder_are_nobodys_business(tmp_path: Path) -> None:

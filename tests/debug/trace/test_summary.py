@@ -1,7 +1,4 @@
-"""Text and JSON of `legacy-ddp show` for a set of traces, byte for byte.
-
-A change of a text by intention: `python -m tests.debug.trace.test_summary` writes shown.txt again; read its diff.
-"""
+"""Text and JSON of `legacy-ddp show` for a set of traces, byte for byte."""
 
 import json
 import math
@@ -17,7 +14,7 @@ from tests.helpers.command import command
 from tests.helpers.operations import operation
 from tests.helpers.recorded import RANK_FILE
 from tests.helpers.scenes import rewrite, texts_in
-from tests.helpers.traces import call_facts, end_after, environment, without, write_trace
+from tests.helpers.traces import call_facts, end_after, environment, tear, without, write_trace
 
 EXPECTED = Path(__file__).with_name("shown.txt")
 ONE = [operation("mul", ["a" * 16], ["b" * 16])]
@@ -56,11 +53,6 @@ def logs(step: int, rank: int) -> dict[str, float | str]:
     if rank < 2:
         return {"lr": step / 8 + rank, "note": f"at {step}, {'abcdefghij' * 5}"}
     return {"own": -math.inf} if step == 4 else {}
-
-
-def torn(folder: Path) -> None:
-    path = folder / RANK_FILE.format(1)
-    path.write_bytes(path.read_bytes()[:-30])
 
 
 def killed_after_step_1(folder: Path) -> None:
@@ -125,7 +117,7 @@ SCENES: dict[str, dict[str, Any]] = {
 }
 # What happens to the files of a scene.
 HARMED: dict[str, Callable[[Path], object]] = {
-    "a rank with a torn line": torn,
+    "a rank with a torn line": lambda folder: tear(folder / RANK_FILE.format(1)),
     "many ends": ended_one_by_one,
     "waits in the steps of all ranks alone": killed_after_step_1,
 }

@@ -3,8 +3,6 @@
 import os
 import random
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.read import RankTrace, open_run
 from legacy_ddp.debug._trace.records import Names, Section, Values, Writer
 from tests.helpers.fork_server import fork_server
+from tests.helpers.processes import limited
 from tests.helpers.trace_scenarios import contents_of
 from tests.helpers.traces import environment
 
@@ -61,21 +60,10 @@ def test_a_kill_leaves_whole_lines(tmp_path: Path, numel: int) -> None:
         assert open_run(folder).size_bytes == path.stat().st_size > enough
 
 
-@contextmanager
-def _files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond that. Python ignores the signal, so that writing fails instead."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_nothing_follows_a_torn_line_when_there_is_room_again(tmp_path: Path) -> None:
     writer = Writer(tmp_path, environment(0, 1))
     writer.section(0, _section(0, 100))
-    with _files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+    with limited(resource.RLIMIT_FSIZE, 1000), pytest.raises(OSError, match="File too large"):
         writer.flush()
     torn = writer.path.read_bytes()
     writer.section(1, _section(1))
@@ -91,7 +79,8 @@ def test_nothing_follows_a_torn_line_when_there_is_room_again(tmp_path: Path) ->
 
 def test_a_disk_that_is_full_from_the_start_is_reported_and_no_file_stays_open(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
-    with _files_of_at_most(10), pytest.raises(TraceError, match=r"rank-00000.jsonl cannot be written: File too large"):
+    full = pytest.raises(TraceError, match=r"rank-00000.jsonl cannot be written: File too large")
+    with limited(resource.RLIMIT_FSIZE, 10), full:
         Writer(tmp_path, environment(0, 1))
 
     assert len(os.listdir("/proc/self/fd")) == len(before)
