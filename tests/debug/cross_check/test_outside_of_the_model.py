@@ -123,37 +123,29 @@ def _warm_up(rank: int, warm_ranks: tuple[int, ...], operations: bool) -> tuple[
     return report.verdict, report.ranks, " ".join(str(report).split())
 
 
-@on_ranks(3)
-def _warm_ups(rank: int) -> list[tuple[str, tuple[int, ...], str]]:
-    return [_warm_up(rank, *case) for case in (((), False), ((), True), ((0, 2), False))]
+@on_ranks(3, gives=[None] * 3)
+def test_a_warm_up_of_every_rank_accuses_no_rank_and_no_hardware(rank: int) -> None:
+    for operations in (False, True):
+        verdict, ranks, text = _warm_up(rank, (), operations)
+        assert (verdict, ranks) == ("once", (0, 1, 2)), text
+        assert "the first run of every batch differs from the run on the next rank" in text, text
+        assert "why: state of a first run: a warm-up, a lazy cache, a counter" in text, text
+        assert "hardware" not in text, text
 
 
-def test_a_warm_up_of_every_rank_accuses_no_rank_and_no_hardware() -> None:
-    for verdict, ranks, text in [found for of_rank in _warm_ups() for found in of_rank[:2]]:
-        assert (verdict, ranks) == ("once", (0, 1, 2))
-        assert "the first run of every batch differs from the run on the next rank" in text
-        assert "why: state of a first run: a warm-up, a lazy cache, a counter" in text
-        assert "hardware" not in text
+@on_ranks(3, gives=[None] * 3)
+def test_a_warm_up_of_one_rank_is_among_the_causes_of_a_single_event(rank: int) -> None:
+    verdict, ranks, text = _warm_up(rank, (0, 2), operations=False)
+    cause = "a single event is state of a first run in Python, memory or hardware, or a kernel that is rarely"
+    assert (verdict, ranks, cause in text) == ("once", (1,), True), text
 
 
-def test_a_warm_up_of_one_rank_is_among_the_causes_of_a_single_event() -> None:
-    verdict, ranks, text = _warm_ups()[0][2]
-
-    assert (verdict, ranks) == ("once", (1,))
-    assert "a single event is state of a first run in Python, memory or hardware, or a kernel that is rarely" in text
-
-
-@on_ranks(3)
-def _constant(rank: int) -> str:
+@on_ranks(3, gives=[None] * 3)
+def test_another_constant_of_the_function_is_the_next_step(rank: int) -> None:
     pieces = 8 if rank == 1 else 4
     model = LegacyDistributedDataParallel(Net(nn.Tanh()))
     report = cross_check(model, lambda model, batch: loss_of(model, batch) / pieces, batch_of(rank))
-    return " ".join(str(report).split())
-
-
-def test_another_constant_of_the_function_is_the_next_step() -> None:
-    text = _constant()[0]
-
-    assert "; rank 1 (here) against ranks 0, 2 (there)" in text
-    assert "setting run variable 'pieces': ranks 0, 2 have 4; rank 1 has 8" in text
-    assert "next: if the loss depends on run variable 'pieces', make it equal on all ranks" in text
+    text = " ".join(str(report).split())
+    assert "; rank 1 (here) against ranks 0, 2 (there)" in text, text
+    assert "setting run variable 'pieces': ranks 0, 2 have 4; rank 1 has 8" in text, text
+    assert "next: if the loss depends on run variable 'pieces', make it equal on all ranks" in text, text
