@@ -71,12 +71,6 @@ def test_an_error_of_a_user_that_derives_from_ours_is_explained_by_ours() -> Non
     assert MineError("wrong").__notes__ == ["meaning and next step: legacy-ddp explain LayoutError"]
 
 
-def test_the_page_of_the_package_is_that_of_the_documentation() -> None:
-    packaged = ROOT / "legacy_ddp" / "debug" / "errors.md"
-
-    assert packaged.read_text(encoding="utf-8") == PAGE
-
-
 def test_without_a_name_all_titles_are_listed_by_group() -> None:
     printed = _explained()
 

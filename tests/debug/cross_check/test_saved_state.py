@@ -67,19 +67,6 @@ def test_everything_is_put_back(run: Callable[[nn.Module, Batch], torch.Tensor])
 
 
 @pytest.mark.usefixtures("alone")
-def test_hooks_after_accumulation_do_not_run_inside_and_run_again_afterwards() -> None:
-    net, calls = _net(), list[int]()
-    for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: calls.append(1))
-
-    assert cross_check(net, _run, torch.ones(5, 3)).agrees
-    assert calls == []
-
-    _run(net, torch.ones(5, 3)).backward()
-    assert len(calls) == len(list(net.parameters()))
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_graph_of_the_user_survives() -> None:
     net = _net()
     loss = net(torch.ones(5, 3)).square().sum()
