@@ -110,11 +110,7 @@ DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], object], l
         [f"parameter '{LONG}'"],
     ),
     "unused": (_net_with_gradients, lambda model: setattr(model[0].bias, "grad", None), ["gradient of '0.bias'"]),
-    "gradient": (
-        _net_with_gradients,
-        lambda model: flip_lowest(model[2].weight.grad, (0, 1)),
-        ["gradient of '2.weight'"],
-    ),
+    "gradient": (_net_with_gradients, lambda m: flip_lowest(m[2].weight.grad, (0, 1)), ["gradient of '2.weight'"]),
     "expanded gradient": (
         lambda: _with_gradient(torch.ones(1, 1).expand(3, 2)),
         lambda model: setattr(model.it, "grad", torch.full((1, 1), 2.0).expand(3, 2)),

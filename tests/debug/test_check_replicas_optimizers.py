@@ -30,9 +30,7 @@ def _stepped(model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> to
     return optimizer
 
 
-def _changed(
-    deviates: bool, rank: int, change: Callable[[torch.optim.Optimizer, list[dict[str, Any]]], object], name: str
-) -> ReplicaReport:
+def _changed(deviates: bool, rank: int, change: Callable[[Any, Any], object], name: str) -> ReplicaReport:
     """After two steps. ``change``: of the optimizer, and of the states of its two parameters."""
     model = holding(it=torch.ones(2, 3), other=torch.ones(2))
     optimizer = _stepped(model, _OPTIMIZERS[name])
@@ -208,9 +206,7 @@ def test_what_differs_in_an_optimizer_is_named(name: str) -> None:
     assert reports(f"{HERE}:OPTIMIZERS", 2, 0, 1)[name].identical
 
 
-def _in_detail(
-    deviates: bool, rank: int, change: Callable[[nn.Module, torch.optim.Optimizer], object]
-) -> ReplicaReport:
+def _in_detail(deviates: bool, rank: int, change: Callable[[Any, Any], object]) -> ReplicaReport:
     model = LegacyDistributedDataParallel(holding(it=torch.ones(2, 3, dtype=torch.bfloat16)), checks="detail")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     for _ in range(2):
@@ -235,12 +231,7 @@ def _flip_weight_and_average(module: nn.Module, optimizer: torch.optim.Optimizer
 # Name: the change, what is named, the phase, and the evidence.
 CHANGED: dict[str, tuple[Callable[[Any, Any], object], tuple[str, ...], str, str]] = {
     "average": (_flip_average, ("exp_avg of 'it'",), "step", "optimizer state"),
-    "rate": (
-        lambda _, optimizer: optimizer.param_groups[0].update(lr=0.25),
-        ("lr of parameter group 0",),
-        "step",
-        "",
-    ),
+    "rate": (lambda _, optimizer: optimizer.param_groups[0].update(lr=0.25), ("lr of parameter group 0",), "step", ""),
     "weight and average": (_flip_weight_and_average, ("parameter 'it'", "exp_avg of 'it'"), "outside", "parameters"),
 }
 CHANGES = {name: partial(_in_detail, change=change) for name, (change, *_) in CHANGED.items()}

@@ -181,10 +181,7 @@ def test_a_home_directory_is_found_in_every_path(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (
-            ["show", "~nobody-of-that-name/a"],
-            "no home directory is known for '~nobody-of-that-name/a'; name the whole path",
-        ),
+        (["show", "~nobody-there/a"], "no home directory is known for '~nobody-there/a'; name the whole path"),
         *(
             (arguments, "a path is empty, expected a name; the current folder is .")
             for arguments in (["diff", ""], ["diff", "a", ""], ["show", ""], ["report", "a", "-o", ""])

@@ -115,10 +115,7 @@ def test_paragraphs_are_filled_and_long_lines_of_an_example_go_on_below() -> Non
         ("replicas-differ", ["Replicas differ"]),
         ("Replicas differ", ["Replicas differ"]),
         ("replicas  DIFFER", ["Replicas differ"]),
-        (
-            "gradients changed between backward and the call",
-            ["Gradients were changed before the", "EditedGradientError"],
-        ),
+        ("gradients changed between backward and the call", ["Gradients were changed", "EditedGradientError"]),
         ("legacy_ddp.DesyncError: all_reduce() call 16: ranks made different numbers of optimizer", ["DesyncError"]),
         ("rank 2: no backward since the last call, gradients unchanged: an extra call", ["DesyncError"]),
         ("train.py:9: UserWarning: all_reduce() call 7: ranks bring uneven work (warned once):", ["Uneven work"]),
@@ -126,10 +123,7 @@ def test_paragraphs_are_filled_and_long_lines_of_an_example_go_on_below() -> Non
         ("got 3 in 2; put each micro-batch into a no_sync() block of its own,", ["Merged micro-batches"]),
         ("checks: edited is unknown: got 'no', expected one of ('warn', 'raise')", ["TypeError and ValueError"]),
         ("an exception inside no_sync() ended this rank's micro-batch 2 (counted from 1)", ["GradientError"]),
-        (
-            "every rank gets them now (warned once until all are finite again); see",
-            ["Gradients are not finite"],
-        ),
+        ("every rank gets them now (warned once until all are finite again); see", ["Gradients are not finite"]),
         (
             "  who: a count cannot tell: rank 1 against rank 0, no majority",
             ["Replicas differ", "ReplicaDivergenceError"],
@@ -139,10 +133,7 @@ def test_paragraphs_are_filled_and_long_lines_of_an_example_go_on_below() -> Non
         *((line, ["A rank has ended"]) for line in ENDS),
         *((line, ["Ranks have waited"]) for line in WAITS),
         ("missing rank 0 (left without an error after all_reduce() call 40, on host vm", ["PeerLostError"]),
-        (
-            "the trace in /tmp/x holds no step: the recorder saw no all_reduce() that succeeded; give",
-            ["Trace warnings"],
-        ),
+        ("the trace in /x holds no step: the recorder saw no all_reduce() that succeeded; give", ["Trace warnings"]),
         ("meaning and next step: legacy-ddp explain Replicas differ", ["Replicas differ"]),
         ("no shared memory (the limit of open files of this process is reached; raise", ["Shared memory has failed"]),
     ],
@@ -172,9 +163,7 @@ OF_OTHER_CODE = (
         *((line, None) for line in OF_OTHER_CODE),
     ],
 )
-def test_an_unknown_name_or_a_line_of_other_code_is_status_2_with_the_closest_names(
-    name: str, closest: str | None
-) -> None:
+def test_an_unknown_name_or_a_line_of_other_code_is_status_2_with_close_names(name: str, closest: str | None) -> None:
     done = command("explain", name)
 
     assert (done.returncode, done.stdout) == (2, "")

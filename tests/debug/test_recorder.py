@@ -316,9 +316,7 @@ def test_calls_of_the_function_are_recorded_by_their_module_and_the_last_step_at
 
 
 @pytest.mark.usefixtures("alone")
-def test_with_two_optimizers_a_step_is_over_when_both_have_stepped_and_each_has_its_own_settings(
-    tmp_path: Path,
-) -> None:
+def test_with_two_optimizers_a_step_ends_when_both_have_stepped_and_each_has_its_own_settings(tmp_path: Path) -> None:
     model = LegacyDistributedDataParallel(nn.ParameterDict({name: torch.ones(1) for name in "ab"}))
     rate = torch.tensor(0.5)
     first, second = (torch.optim.SGD([model.module[name]], lr=lr) for name, lr in (("a", rate), ("b", 0.5)))

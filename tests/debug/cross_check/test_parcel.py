@@ -148,10 +148,7 @@ class _Derived:
         ([torch.nn.Parameter(torch.ones(1))], "batch[0] cannot be sent to another rank: got a Parameter"),
         ([torch.ones(2).to_sparse()], "batch[0] cannot be sent to another rank: got a sparse or nested tensor"),
         ([torch.ones(2, device="meta")], "batch[0] cannot be sent to another rank: got a tensor that is quantized"),
-        (
-            [torch.ones(2, requires_grad=True) * 2],
-            "batch[0] cannot be sent to another rank: got a tensor with a grad_fn",
-        ),
+        ([torch.ones(2).requires_grad_() * 2], "batch[0] cannot be sent to another rank: got a tensor with a grad_fn"),
         (_Derived(), "batch is of a type that cannot be sent"),
         (lambda: 1, "batch is of a type that cannot be sent to another rank: got a function"),
     ],

@@ -56,35 +56,29 @@ def test_a_wrong_rank_disagrees_about_its_batch_and_the_batch_before(size: int) 
 
 
 @pytest.mark.parametrize(
-    "batch, own, following, repeats, kind, ranks, odd, reference",
+    "batch, own, following, repeats, expected",
     [
-        (0, A, A, "aab", "differs", (2,), (2, REPEAT), (0, REPEAT)),
+        (0, A, A, "aab", ("differs", (2,), (2, REPEAT), (0, REPEAT))),
         # Without a majority all ranks are shown.
-        (0, A, B, "ab", "differs", (0, 1), (1, REPEAT), (0, REPEAT)),
-        (0, A, B, "abab", "differs", (0, 1, 2, 3), (1, REPEAT), (0, REPEAT)),
-        (0, A, B, "abc", "differs", (0, 1, 2), (1, REPEAT), (0, REPEAT)),
+        (0, A, B, "ab", ("differs", (0, 1), (1, REPEAT), (0, REPEAT))),
+        (0, A, B, "abab", ("differs", (0, 1, 2, 3), (1, REPEAT), (0, REPEAT))),
+        (0, A, B, "abc", ("differs", (0, 1, 2), (1, REPEAT), (0, REPEAT))),
         # A result that does not return is that of the rank that differs from all repetitions.
-        (1, B, A, "aaa", "once", (1,), (1, ON_ITS_RANK), (1, REPEAT)),
-        (1, A, B, "aaa", "once", (2,), (2, ON_NEXT_RANK), (2, REPEAT)),
-        (1, B, C, "aaa", "once", (1, 2), (1, ON_ITS_RANK), (1, REPEAT)),
-        (0, B, A, "aa", "once", (0,), (0, ON_ITS_RANK), (0, REPEAT)),
-        (1, A, B, "aa", "once", (0,), (0, ON_NEXT_RANK), (0, REPEAT)),
-        (0, B, A, "a", "once", (0,), (0, ON_ITS_RANK), (0, REPEAT)),
-        (0, A, B, "a", "once", (0,), (0, ON_NEXT_RANK), (0, REPEAT)),
-        (0, B, C, "a", "once", (0,), (0, ON_ITS_RANK), (0, REPEAT)),
+        (1, B, A, "aaa", ("once", (1,), (1, ON_ITS_RANK), (1, REPEAT))),
+        (1, A, B, "aaa", ("once", (2,), (2, ON_NEXT_RANK), (2, REPEAT))),
+        (1, B, C, "aaa", ("once", (1, 2), (1, ON_ITS_RANK), (1, REPEAT))),
+        (0, B, A, "aa", ("once", (0,), (0, ON_ITS_RANK), (0, REPEAT))),
+        (1, A, B, "aa", ("once", (0,), (0, ON_NEXT_RANK), (0, REPEAT))),
+        (0, B, A, "a", ("once", (0,), (0, ON_ITS_RANK), (0, REPEAT))),
+        (0, A, B, "a", ("once", (0,), (0, ON_NEXT_RANK), (0, REPEAT))),
+        (0, B, C, "a", ("once", (0,), (0, ON_ITS_RANK), (0, REPEAT))),
     ],
 )
 def test_ranks_are_counted(
-    batch: int,
-    own: Digests,
-    following: Digests,
-    repeats: str,
-    kind: str,
-    ranks: tuple[int, ...],
-    odd: tuple[int, str],
-    reference: tuple[int, str],
+    batch: int, own: Digests, following: Digests, repeats: str, expected: tuple[str, tuple[int, ...], Any, Any]
 ) -> None:
-    """``repeats``: the result of both repetitions on each rank."""
+    """``repeats``: the result of both repetitions on each rank. ``expected``: kind, ranks, odd, reference."""
+    kind, ranks, odd, reference = expected
     verdict = _judge(batch, own, following, [({"a": A, "b": B, "c": C}[result],) * 2 for result in repeats])
 
     assert (verdict.kind, verdict.ranks) == (kind, ranks)
@@ -116,6 +110,7 @@ def _scaled(number: float) -> list[Operation]:
 
 ENDS = [operation("relu", ["x"], ["r"], module="a"), operation("tanh", ["x"], ["t"], module="b")]
 WRONG = changed(rewritten(STEP, 4, "h1(x)", "wrong"), 4, outputs=(value("wrong"),))
+LONGER = [*STEP, operation("clamp", ["g"], ["g'"], stage="backward")]
 COUNTERS = [
     (_scaled(0.04), _scaled(0.05)),
     (STEP, [*STEP[:2], operation("clamp", ["y"], ["z"]), *STEP[2:]]),
@@ -138,21 +133,9 @@ def test_a_counter_in_forward_and_another_order_are_no_kernel(
     "kind, other, is_intermittent, why, step",
     [
         # Operations of one rank alone behind equal values are not harmless.
-        (
-            "differs",
-            [*STEP, operation("clamp", ["g"], ["g'"], stage="backward")],
-            False,
-            "the only recorded difference, and the likely cause of the tensors that differ.",
-            "",
-        ),
+        ("differs", LONGER, False, "the only recorded difference, and the likely cause of the tensors that differ", ""),
         ("nondeterministic", WRONG, False, "a kernel that is not deterministic (atomic additions, threads)", ""),
-        (
-            "differs",
-            WRONG,
-            True,
-            "equal outputs in a third: a kernel that is wrong at times",
-            "start the job again with",
-        ),
+        ("differs", WRONG, True, "equal outputs in a third: a kernel that is wrong at times", "start the job again"),
         ("differs", WRONG, False, "give other outputs on rank 1 than on rank 0, in every run", "compare libraries"),
     ],
 )

@@ -134,9 +134,7 @@ def test_rows_of_operations_stand_in_order_and_never_twice(a: list[str], b: list
         ("buffer 'parameter'", "*", False),
     ],
 )
-def test_buffers_alone_are_left_out_by_their_raw_name_or_a_pattern(
-    tmp_path: Path, name: str, pattern: str, kept: bool
-) -> None:
+def test_buffers_alone_are_left_out_by_raw_name_or_pattern(tmp_path: Path, name: str, pattern: str, kept: bool) -> None:
     planted = {(1, 3, "buffers", name): (WORD, 1.0), (1, 4, "parameters", "parameter 'a'"): (WORD, 1.0)}
     folder = write_trace(tmp_path / "trace", names={**NAMES, "buffers": (name,)}, planted=planted)
 

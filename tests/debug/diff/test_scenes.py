@@ -192,11 +192,7 @@ OTHER_RUNS: dict[str, Given] = {
         "names": {**NAMES, "parameters": ("parameter 'a'", *(f"parameter 'c{index}'" for index in range(5)))}
     },
     "another shape": {"kind": "float32 (9,)"},
-    "world sizes, local buffers": {
-        "world_size": 4,
-        **planted((0, 1, "local_gradients"), (0, 3, "buffers")),
-        **LOCAL,
-    },
+    "world sizes, local buffers": {"world_size": 4, **planted((0, 1, "local_gradients"), (0, 3, "buffers")), **LOCAL},
 }
 # Name: a run, and what is different in another one.
 TWO_RUNS: dict[str, tuple[Given, Given]] = {
@@ -354,9 +350,7 @@ ONE_RUN: dict[str, Given] = {
     "not finite": planted((1, 2, "parameters"), value=(WORD, 1.0, 3)),
     "settings behind one apart": {"names": FOREACH, "planted": {**ONE_BY_ONE, **RATE}},
     "facts": {
-        "environments": lambda rank, size: environment(
-            rank, size, facts={"threads": str(rank // 2), "seed": str(rank)}
-        ),
+        "environments": lambda rank, size: environment(rank, size, facts={"threads": str(rank // 2), "seed": str(rank)})
     },
     "ended by an error": {"world_size": 2, "end": "ReplicaDivergenceError"},
     "only the start": {"world_size": 2, "steps": 0},

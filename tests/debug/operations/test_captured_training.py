@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -120,10 +121,8 @@ class Other(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: dict | None = None
-    ) -> object:
-        self.names.append(func.name())  # type: ignore[attr-defined]
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        self.names.append(func.name())
         return func(*args, **(kwargs or {}))
 
 

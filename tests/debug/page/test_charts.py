@@ -67,9 +67,7 @@ def test_a_gradient_that_was_not_finite_is_a_gap_and_a_cross_and_a_point_between
     assert chart.legend == ["rank 0", "rank 1", "NaN, inf"]
 
 
-def test_a_long_line_keeps_the_smallest_and_the_largest_value_of_every_bin_and_crosses_are_counted(
-    tmp_path: Path,
-) -> None:
+def test_a_long_line_keeps_smallest_and_largest_value_of_every_bin_and_crosses_are_counted(tmp_path: Path) -> None:
     norms = np.random.default_rng(0).uniform(50, 90, (2, 2001))
     norms[0, [3, 5, 900]] = nan
     charts = _pages(tmp_path, _with_norms(norms))
@@ -165,9 +163,7 @@ def test_the_window_of_the_noise_scale_grows_with_the_run(tmp_path: Path) -> Non
     assert "over 3 recorded steps (A), 20 recorded steps (B) up to it" in caption
 
 
-def test_a_rank_that_took_no_part_has_a_gap_and_steps_in_which_the_noise_is_unknown_are_left_out(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_took_no_part_has_a_gap_and_steps_of_unknown_noise_are_left_out(tmp_path: Path) -> None:
     def calls(step: int, rank: int) -> Any:
         sits_out = rank == 2 or (rank, step) == (1, 1)  # in step 1 a single rank takes part
         return call_facts(
@@ -383,9 +379,7 @@ def test_values_that_are_not_finite_are_gaps_and_told(tmp_path: Path) -> None:
     assert bad.captions[-1] == "Left out: no value is finite."
 
 
-def test_every_rank_has_a_line_of_its_logged_values_and_the_last_text_of_each_name_is_in_a_table(
-    tmp_path: Path,
-) -> None:
+def test_every_rank_has_a_line_of_its_logged_values_and_the_last_text_of_a_name_is_in_a_table(tmp_path: Path) -> None:
     def logs(step: int, rank: int) -> dict[str, float | str]:
         if step < 3:
             return {"lr": 1.0 / (1 + step) + rank, "file": f"shard {step}"}

@@ -322,12 +322,11 @@ def test_causes_and_operations_stand_before_the_long_list_of_the_page_and_names_
     text = write_report(tmp_path, *traces).read_text(encoding="utf-8")
 
     parts = (
-        *("may explain it</h2>", "<td>1 in A, 4 in B</td>"),
-        *(
-            "Operations of step 3",
-            "Meaning: Other kernel, or another order of its sums: threads 1 in A, 4 in B.",
-            "<pre>",
-        ),
+        "may explain it</h2>",
+        "<td>1 in A, 4 in B</td>",
+        "Operations of step 3",
+        "Meaning: Other kernel, or another order of its sums: threads 1 in A, 4 in B.",
+        "<pre>",
         "Difference of the two runs, by parameter and step</h2>",
     )
     places = [text.index(part) for part in parts]

@@ -152,10 +152,7 @@ REPLACED = {
     ),
     "a factor": (f"{LOOP}    p.grad.mul_(1.0 / dist.get_world_size())\n", "all_reduce_gradients(net)\n"),
     "another factor": (f"{LOOP}    p.grad *= 1 / float(args.world_size)\n", "all_reduce_gradients(net)\n"),
-    "a count of the environment": (
-        f"{LOOP}    p.grad /= float(os.environ['WORLD_SIZE'])\n",
-        "all_reduce_gradients(net)\n",
-    ),
+    "a count of torchrun": (f"{LOOP}    p.grad /= float(os.environ['WORLD_SIZE'])\n", "all_reduce_gradients(net)\n"),
     "a method, and no gradients": (
         "def f(self):\n    grads = [p.grad for p in self.parameters() if p.grad is not None]\n    if not grads:\n"
         "        return\n    for grad in grads:\n        dist.all_reduce(grad)\n        grad /= self.world_size\n",

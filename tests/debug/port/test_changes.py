@@ -133,10 +133,7 @@ def test_the_call_stands_between_backward_and_the_first_reader_of_gradients(name
 
 # Imports and the constructor, before and after.
 CLASSES = {
-    "the plain import": (
-        f"{THEIRS}\nm = DistributedDataParallel(n)\n",
-        f"{OURS}\nm = LegacyDistributedDataParallel(n)\n",
-    ),
+    "an import": (f"{THEIRS}\nm = DistributedDataParallel(n)\n", f"{OURS}\nm = LegacyDistributedDataParallel(n)\n"),
     "an import of several names": (
         "from torch.nn.parallel import DataParallel, DistributedDataParallel as DDP  # both\nm = DDP(n)\n",
         f"from torch.nn.parallel import DataParallel  # both\n{OURS} as DDP\nm = DDP(n)\n",
@@ -209,15 +206,9 @@ DECISIONS = {
         "if i % 9 == 0 and master_process:\n    model.eval()\n",
         [],
     ),
-    "evaluation on the other ranks, and in a domain": (
-        "if rank == 0:\n    pass\nelse:\n    model.eval()\n",
-        ["evaluation"],
-    ),
+    "evaluation on the other ranks": ("if rank == 0:\n    pass\nelse:\n    model.eval()\n", ["evaluation"]),
     "evaluation in a domain": ("if domain:\n    model.eval()\n", ["evaluation"]),
-    "evaluation by a function of one rank": (
-        "def test():\n    model.eval()\nif is_main_process():\n    test()\n",
-        [],
-    ),
+    "evaluation by a function of one rank": ("def test():\n    model.eval()\nif is_main_process():\n    test()\n", []),
     "evaluation by a function of one rank and of all": (
         "def test():\n    model.eval()\nif is_main_process():\n    test()\ntest()\n",
         ["evaluation"],
@@ -267,10 +258,7 @@ DECISIONS = {
     # The place of the call needs a look.
     "clipping in the loop": ("for x in xs:\n    loss.backward()\n    clip_grad_norm_(p, 1)\n", ["backwards", "call"]),
     "a gradient that is read in the loop": ("for x in xs:\n    x.backward()\n    log(w.grad)\n", ["backwards", "call"]),
-    "a step that is ready": (
-        "for x in xs:\n    x.backward()\n    if ready:\n        optimizer.step()\n",
-        ["accumulation"],
-    ),
+    "a step if ready": ("for x in xs:\n    x.backward()\n    if ready:\n        optimizer.step()\n", ["accumulation"]),
     "a step that is left out": (
         "for x in xs:\n    x.backward()\n    if i % 2:\n        continue\n    optimizer.step()\n",
         ["accumulation"],

@@ -137,9 +137,7 @@ def test_the_norm_of_fp64_has_9_digits(numbers: list[float]) -> None:
     st.sampled_from(FLOATS),
     st.lists(st.floats(-100, 100, width=16) | st.sampled_from([math.inf, -math.inf, math.nan]), max_size=12),
 )
-def test_the_norm_is_of_the_finite_elements_and_the_others_are_counted(
-    dtype: torch.dtype, numbers: list[float]
-) -> None:
+def test_the_norm_is_of_finite_elements_and_the_others_are_counted(dtype: torch.dtype, numbers: list[float]) -> None:
     tensor = torch.tensor(numbers, dtype=torch.float64).to(dtype)
     [(_, norm, nonfinite)] = measure([tensor])
 

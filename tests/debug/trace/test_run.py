@@ -60,10 +60,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: _emptied(folder, "a", "b", "c", "d", "e"),
         "{folder} holds no trace: got a, b, c and 2 more, expected rank-00000.jsonl and so on",
     ),
-    "a missing rank": (
-        lambda folder: (folder / RANKS[0]).unlink(),
-        f"{{folder}} lacks rank 0 of 2; {LACKING}",
-    ),
+    "a missing rank": (lambda folder: (folder / RANKS[0]).unlink(), f"{{folder}} lacks rank 0 of 2; {LACKING}"),
     "ranks of more digits": (
         lambda folder: _add_rank(_emptied(folder), 123_456, 123_457),
         f"{{folder}} lacks ranks 0-123455 of 123457; {LACKING}",
@@ -83,10 +80,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     **{
         name: (partial(_replace, by=by), f"{{folder}}/rank-00001.jsonl {text}")
         for name, (by, text) in {
-            "a link to nowhere": (
-                lambda path: path.symlink_to("/nowhere"),
-                "cannot be read: No such file or directory",
-            ),
+            "a link to nowhere": (lambda path: path.symlink_to("/none"), "cannot be read: No such file or directory"),
             "a folder in place of a file": (Path.mkdir, "cannot be read: Is a directory"),
             "a file that fails to be read": (  # where nothing is mapped
                 lambda path: path.symlink_to("/proc/self/mem"),
