@@ -20,12 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as torchs_steps
 
-from legacy_ddp import (
-    Checks,
-    GradientError,
-    LegacyDistributedDataParallel,
-    SyncRecord,
-)
+from legacy_ddp import Checks, GradientError, LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp import _torch as internals
 from legacy_ddp._call.all_reduce import all_reduce
 from legacy_ddp._call.check_list import EvaluationHint
@@ -404,11 +399,7 @@ _CASES = {
         stride=2,
     ),
     "end of a segment": Case(
-        _FILES,
-        partial(_segment, Path()),
-        lambda shared: shared.segments.clear(),
-        _check_children,
-        stride=9,
+        _FILES, partial(_segment, Path()), lambda shared: shared.segments.clear(), _check_children, stride=9
     ),
     "new segment": Case(
         (*_FILES, Segment.__init__, segment.map_shared),

@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import (
-    Checks,
-    DesyncError,
-    LegacyDistributedDataParallel,
-    RankRow,
-    SyncRecord,
-    all_reduce_gradients,
-)
+from legacy_ddp import Checks, DesyncError, LegacyDistributedDataParallel, RankRow, SyncRecord, all_reduce_gradients
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases

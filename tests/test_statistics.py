@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from legacy_ddp import (
-    Checks,
-    LegacyDistributedDataParallel,
-    NoiseScale,
-    SyncRecord,
-)
+from legacy_ddp import Checks, LegacyDistributedDataParallel, NoiseScale, SyncRecord
 from legacy_ddp._statistics import (
     SUSPICIOUS_CALLS,
     LateRank,
@@ -44,10 +39,7 @@ def test_noise_with_sample_sizes_is_counted_in_items() -> None:
 
 
 @given(
-    st.integers(2, 6),
-    st.integers(1, 1000),
-    st.lists(st.floats(0.1, 1e3), min_size=6, max_size=6),
-    st.floats(0.1, 1e3),
+    st.integers(2, 6), st.integers(1, 1000), st.lists(st.floats(0.1, 1e3), min_size=6, max_size=6), st.floats(0.1, 1e3)
 )
 def test_noise_of_equal_sizes_is_that_of_the_paper(ranks: int, size: int, means: list[float], reduced: float) -> None:
     small, big = size, size * ranks

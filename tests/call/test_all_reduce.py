@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from legacy_ddp import (
-    AgreedError,
-    GradientError,
-)
+from legacy_ddp import AgreedError, GradientError
 from tests.helpers.cases import (
     DTYPES,
     SKIP,

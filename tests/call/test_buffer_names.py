@@ -42,11 +42,7 @@ _CHANGES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "not saved": (lambda gate: gate.open(name="routing", persistent=False), "0.routing", _IT),
     "None before": (lambda gate: setattr(gate, "reserved", torch.ones(1)), "0.reserved", _IT),
     "dropped": (lambda gate: setattr(gate, "bias", None), "0.bias", _NOTHING),
-    "in a module": (
-        lambda gate: gate.add_module("meter", nn.BatchNorm1d(1, affine=False)),
-        "0.meter.running_var",
-        _IT,
-    ),
+    "in a module": (lambda gate: gate.add_module("meter", nn.BatchNorm1d(1, affine=False)), "0.meter.running_var", _IT),
     "a second name": (lambda gate: gate.register_buffer("again", gate.bias), "0.again", _IT),
 }
 

@@ -54,10 +54,7 @@ HOOKS: dict[str, Registered] = {
     "no communication": lambda: (None, debugging_hooks.noop_hook),
     "PowerSGD": lambda: (_power_state(), powerSGD_hook.powerSGD_hook),
     "PowerSGD, batched": lambda: (_power_state(), powerSGD_hook.batched_powerSGD_hook),
-    "PowerSGD in fp16": lambda: (
-        _power_state(),
-        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
-    ),
+    "PowerSGD in fp16": lambda: (_power_state(), default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
     "post-local-SGD": lambda: (_local_state(), post_localSGD_hook.post_localSGD_hook),
 }
 

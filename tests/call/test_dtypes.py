@@ -12,14 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp._call import reduce
 from legacy_ddp._call.reduce import split_divisor
-from tests.helpers.cases import (
-    Case,
-    Grads,
-    check_case,
-    reduced_on_all,
-    sparse_of,
-    vectors,
-)
+from tests.helpers.cases import Case, Grads, check_case, reduced_on_all, sparse_of, vectors
 from tests.helpers.hosts import on_host
 from tests.helpers.outcomes import kinds_of
 from tests.helpers.ranks import run_ranks

@@ -14,12 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp import (
-    Checks,
-    LegacyDDPError,
-    LegacyDistributedDataParallel,
-    SyncTimeoutError,
-)
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, SyncTimeoutError
 from legacy_ddp.debug import check_replicas
 from tests.helpers.besides_ddp import distributed_optimizers
 from tests.helpers.cases import bits_of, set_gradients, wrap_module

@@ -10,12 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import (
-    Checks,
-    LegacyDistributedDataParallel,
-    NonFiniteGradientError,
-    all_reduce_gradients,
-)
+from legacy_ddp import Checks, LegacyDistributedDataParallel, NonFiniteGradientError, all_reduce_gradients
 from tests.helpers import devices, logged_warnings
 from tests.helpers.cases import all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
@@ -143,10 +138,7 @@ def _plant_all(guilty: Sequence[int], calls_before: int, rank: int) -> dict[str,
 
 
 @pytest.mark.unsimulated("it has no sparse tensors")
-@pytest.mark.parametrize(
-    "world_size, guilty, calls_before",
-    [(1, (0,), 0), (2, (1,), 3), (4, (1, 3), 3)],
-)
+@pytest.mark.parametrize("world_size, guilty, calls_before", [(1, (0,), 0), (2, (1,), 3), (4, (1, 3), 3)])
 def test_a_gradient_that_is_not_finite_is_the_same_error_on_every_rank_and_stays_where_it_is(
     world_size: int, guilty: tuple[int, ...], calls_before: int
 ) -> None:

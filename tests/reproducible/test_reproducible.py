@@ -89,10 +89,7 @@ def _trainings(draw: st.DrawFn, world_size: int) -> Training:
     count = each * world_size
     steps = st.builds(Step, st.tuples(*[row] * count), st.tuples(*[st.integers(1, 9)] * count), st.booleans())
     steps = steps.filter(lambda step: step.in_blocks or all(map(any, step.present)))
-    options = {
-        "buffer_size": draw(st.sampled_from([1, 3, 7, 2**28])),
-        "gradient_as_bucket_view": draw(st.booleans()),
-    }
+    options = {"buffer_size": draw(st.sampled_from([1, 3, 7, 2**28])), "gradient_as_bucket_view": draw(st.booleans())}
     all_steps = draw(st.lists(steps, min_size=1, max_size=3).map(tuple))
     return Training(parameters, draw(st.integers(0, 2**32)), all_steps, draw(st.booleans()), options)
 

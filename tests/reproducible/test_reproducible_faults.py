@@ -180,8 +180,7 @@ CASES = {
         "parameter 'other' was frozen, and is trainable now",
     ),
     "a parameter frozen within a step": _changed(
-        lambda module: module.get_parameter("0").requires_grad_(False),
-        "parameter '0' was trainable, and is frozen now",
+        lambda module: module.get_parameter("0").requires_grad_(False), "parameter '0' was trainable, and is frozen now"
     ),
     "a parameter added within a step": _changed(
         lambda module: module.register_parameter("new", nn.Parameter(torch.ones(1))), "parameter 'new' is new"
