@@ -11,6 +11,8 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncTimeoutError, all_reduce_gradients
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 _PLACE = "environment variable LEGACY_DDP_CHECKS: "
 _NAMES = re.escape("expected a level, or name=value with a name of ('level', 'uneven', ")
 
@@ -40,7 +42,6 @@ _OVERRIDES = [
 ]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("value, shown", _OVERRIDES, ids=str)
 def test_the_environment_overrides_what_it_names_and_keeps_the_rest(
     value: str, shown: str, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +65,6 @@ _REFUSED = [
 ]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("value, text", _REFUSED, ids=str)
 def test_an_unusable_setting_is_blamed_on_the_environment(
     value: str, text: str, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +75,6 @@ def test_an_unusable_setting_is_blamed_on_the_environment(
         _settings()
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("item", ["warn_after=10", "grad_scaler=x", "UNEVEN=warn", "=off"])
 def test_an_unknown_name_is_an_error_that_lists_the_names(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGACY_DDP_CHECKS", f"detail,{item}")
@@ -85,7 +84,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_names(item: str, monkeypatch
     assert "grad_scaler" not in str(caught.value).replace(item, "")
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("level", ["off", "info", "detail"])
 def test_the_level_of_the_environment_may_leave_any_setting_of_the_script_without_effect(
     level: str, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -26,11 +25,9 @@ class NumberError(Exception):
 
 
 @pytest.fixture(scope="module")
-def model() -> LegacyDistributedDataParallel:
+def model(alone_in_module: None) -> LegacyDistributedDataParallel:
     """A wrapper that exchanges nothing in these tests."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield LegacyDistributedDataParallel(nn.Linear(1, 1), reproducible=True)
-    torch.distributed.destroy_process_group()
+    return LegacyDistributedDataParallel(nn.Linear(1, 1), reproducible=True)
 
 
 def _line_of(model: LegacyDistributedDataParallel, error: BaseException) -> str:

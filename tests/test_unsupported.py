@@ -18,11 +18,12 @@ from tests.helpers.besides_ddp import distributed_optimizers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import Said, error_of
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 SHARED = {"self", "module", "process_group", "init_sync", "gradient_as_bucket_view"}
 OF_TORCH_DDP = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in SHARED]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", OF_TORCH_DDP)
 def test_an_argument_of_torch_ddp_that_is_not_here_is_a_type_error_that_names_it(name: str) -> None:
     arguments: Any = {name: None}
@@ -31,7 +32,6 @@ def test_an_argument_of_torch_ddp_that_is_not_here_is_a_type_error_that_names_it
         LegacyDistributedDataParallel(nn.Linear(1, 1), **arguments)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "positional, named, said",
     [
@@ -57,7 +57,6 @@ def test_an_argument_that_nobody_has_or_in_a_wrong_place_says_what_is_expected(
         LegacyDistributedDataParallel(nn.Linear(1, 1), *positional, **named)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "name",
     [
@@ -80,7 +79,6 @@ def test_a_member_of_torch_ddp_that_is_not_here_is_missing_and_does_not_do_nothi
         getattr(LegacyDistributedDataParallel(module), name)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_setting_of_torch_ddp_cannot_be_assigned_without_effect() -> None:
     module = nn.Linear(1, 1)
     ddp, model = DistributedDataParallel(module), LegacyDistributedDataParallel(module)
@@ -102,7 +100,6 @@ _ARGUMENTS = inspect.signature(LegacyDistributedDataParallel).parameters.values(
 SETTINGS = {argument.name: argument.default for argument in _ARGUMENTS if argument.default is not argument.empty}
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_setting_of_the_constructor_cannot_be_assigned_without_effect() -> None:
     model = LegacyDistributedDataParallel(nn.Linear(1, 1))
     compiled = torch.compile(model, backend="eager")
@@ -127,7 +124,6 @@ class _WithItsOwn(LegacyDistributedDataParallel):
     checks = "of the subclass"
 
 
-@pytest.mark.usefixtures("alone")
 def test_attributes_of_scripts_and_of_subclasses_may_be_assigned_and_so_may_module_and_group() -> None:
     model, other = _WithItsOwn(nn.Linear(1, 1)), nn.Linear(1, 1)
     group = model.process_group
@@ -140,7 +136,6 @@ def test_attributes_of_scripts_and_of_subclasses_may_be_assigned_and_so_may_modu
     assert (model.reducer, model.checks, model.device, model.epoch) == ("assigned", "assigned", "cpu", 3)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("is_before_wrapping", [True, False])
 def test_an_optimizer_inside_backward_is_refused_before_it_steps(is_before_wrapping: bool) -> None:
     module = nn.Linear(2, 1)
@@ -179,7 +174,6 @@ def test_a_sharded_parameter_is_refused_by_name_and_left_alone_if_it_is_ignored(
         assert shard == [3.0 + rank] * 2
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, LegacyDistributedDataParallel])
 def test_a_wrapper_inside_the_module_is_refused(wrapper: type[nn.Module]) -> None:
     with pytest.raises(
@@ -188,7 +182,6 @@ def test_a_wrapper_inside_the_module_is_refused(wrapper: type[nn.Module]) -> Non
         LegacyDistributedDataParallel(nn.Sequential(nn.Linear(1, 1), wrapper(nn.Linear(1, 1))))
 
 
-@pytest.mark.usefixtures("alone")
 def test_syncbatchnorm_on_cpu_is_torch_s_own_error_and_not_before_forward() -> None:
     model = LegacyDistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)))
 

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from legacy_ddp import GradientError, LegacyDistributedDataParallel
@@ -19,14 +17,7 @@ from tests.helpers.small_models import add_gradients, step, wrap
 from tests.helpers.tiers import thorough
 from tests.helpers.torch_versions import uses_torch_jit
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    """A process group of this one process, for all examples."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
+pytestmark = pytest.mark.usefixtures("alone_in_module")
 
 # The same names and tensors as in torch's own walk, for every tree of modules
 

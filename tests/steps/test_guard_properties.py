@@ -1,18 +1,17 @@
 """The guard against a model of a few lines, in any order of operations: both refuse the same steps."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import LegacyDistributedDataParallel, UnsynchronizedStepError
 from tests.helpers import logged_warnings
+
+pytestmark = pytest.mark.usefixtures("alone_in_module")
 
 NAMES = ("left", "shared", "right")
 HOLDS = (("left", "shared"), ("shared", "right"))  # of two wrappers
@@ -109,14 +108,6 @@ _KINDS = [
 _PROGRAMS = st.lists(
     st.tuples(st.sampled_from(_KINDS), st.sampled_from([0, 1]), st.sampled_from(NAMES)), min_size=3, max_size=25
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[None]:
-    """A process group of this one process, for all examples."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @settings(max_examples=200)
