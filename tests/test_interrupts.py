@@ -44,6 +44,7 @@ from legacy_ddp._steps.policy import StepPolicy
 from legacy_ddp._torch import tensors
 from legacy_ddp._torch.device import Reader
 from tests.helpers import logged_warnings
+from tests.helpers.comm_hooks import at_once
 from tests.helpers.interrupts import sweep
 from tests.helpers.ranks import run_ranks
 
@@ -181,12 +182,7 @@ def _replaced_tensor() -> Training:
 
 
 def _use_hook(training: Training) -> None:
-    def mean(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    training.model.register_comm_hook(None, mean)
+    training.model.register_comm_hook(None, lambda _, bucket: at_once(bucket.buffer()))
     training.step()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.cases import all_bits, bits_of, get_gradients, sparse_of
+from tests.helpers.comm_hooks import mean
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_models import Said, error_of
@@ -43,11 +44,6 @@ def _loss(parameters: Sequence[torch.Tensor], rank: int, step: int, micro_batch:
     return loss
 
 
-def _mean_by_hook(size: int, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0] / size)
-
-
 def _backward(loss: torch.Tensor) -> None:
     if loss.requires_grad:  # else all layers were dropped
         loss.backward()
@@ -74,7 +70,7 @@ def _train(rank: int, mode: str, optimizer: str) -> tuple[bool, bool, int]:
     module, theirs, nones = _parameters(), _parameters(), _parameters()
     model = zeros_where_absent(module, **OPTIONS.get(mode, {}))
     if mode == "hook":
-        model.register_comm_hook(size, _mean_by_hook)
+        model.register_comm_hook(None, mean)
     steppers = [OPTIMIZERS[optimizer](each.parameters()) for each in (module, theirs, nones)]
     parts, are_equal, count = 2 if mode == "reproducible" else 1, True, 0
     is_weighted = mode in ("sample_size", "reproducible")

@@ -9,28 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
-from tests.helpers.cases import bits_of
+from tests.helpers.cases import DTYPES, bits_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, gradient_values, wrap
 from tests.helpers.small_sizes import broadcast_chunks_of
 
-_FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-_DTYPES = [
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.uint16,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    *_FP8,
-]
+_INTEGERS = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int64]
+_DTYPES = [*_INTEGERS, *DTYPES, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 class _Tensors(nn.Module):

@@ -68,12 +68,19 @@ def _one_matrix() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh())
 
 
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
 def _trained(rank: int, model: nn.Module, micro_batches: int = 1) -> list[list[bytes]]:
     """The weights after every step, each rank having data of its own."""
     torch.manual_seed(11 + rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return _steps(model, _sgd(model), 6, micro_batches)
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, micro_batches: int = 1) -> list[list[bytes]]:
     seen = []
-    for _ in range(6):
+    for _ in range(count):
         optimizer.zero_grad()
         for _ in range(micro_batches - 1):
             with model.no_sync():
@@ -212,26 +219,19 @@ def _resumed(rank: int) -> tuple[Any, Any]:
     """PowerSGD for six steps, and for three, saved, loaded and three more."""
     warnings.simplefilter("ignore")
     whole = _with_hook(rank, LegacyDistributedDataParallel(_one_matrix()), "PowerSGD")
+    first, second = (LegacyDistributedDataParallel(_one_matrix()) for _ in range(2))
+    state, optimizer = _power_state(), _sgd(first)
+    first.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     torch.manual_seed(11 + rank)
-    batches = [torch.randn(8, 6) for _ in range(6)]
-    model, state = LegacyDistributedDataParallel(_one_matrix()), _power_state()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    for number, batch in enumerate(batches):
-        if number == 3:
-            saved = pickle.dumps((state, model.module.state_dict(), optimizer.state_dict()))
-            state, weights, momenta = pickle.loads(saved)
-            state.process_group = None
-            model = LegacyDistributedDataParallel(_one_matrix())
-            model.module.load_state_dict(weights)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-            optimizer.load_state_dict(momenta)
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        model.all_reduce()
-        optimizer.step()
-    return whole[-1], [bits_of(parameter.detach()) for parameter in model.parameters()]
+    _steps(first, optimizer, 3)
+    saved = pickle.dumps((state, first.module.state_dict(), optimizer.state_dict()))
+    state, weights, momenta = pickle.loads(saved)
+    state.process_group = None
+    second.module.load_state_dict(weights)
+    second.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = _sgd(second)
+    optimizer.load_state_dict(momenta)
+    return whole[-1], _steps(second, optimizer, 3)[-1]
 
 
 @pytest.mark.cpu("its numbers are those of the CPU")

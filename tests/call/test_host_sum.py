@@ -14,6 +14,8 @@ from tests.helpers.shared_jobs import run_cases
 from tests.helpers.sums import every_dtype, wrong_sums
 from tests.helpers.tiers import thorough
 
+STEPS = 10
+
 
 def _sum_in_rank_order(
     grads: Sequence[torch.Tensor], divisor: int, reduce_dtype: torch.dtype | None = None
@@ -84,47 +86,36 @@ def test_the_function_uses_shared_memory_from_its_first_call_on(transport: str) 
     assert run_ranks(_without_a_wrapper, 2) == [(["host"] * 3, [0.5, 1.5, 2.5])] * 2
 
 
-def _kept(rank: int, keeps: tuple[int, ...]) -> tuple[list[float], list[float], bool]:
-    """What gradients kept in every step hold at the end, the last means, and whether they can be copied and saved."""
+def _kept(rank: int, keeps: tuple[int, ...]) -> tuple[list[float], list[float], bool, int]:
+    """What gradients kept in every step hold at the end, the last means, whether they can be copied and saved, and the
+    number of segments that this rank maps."""
     net = nn.Linear(2, 1, bias=False)
     model = LegacyDistributedDataParallel(net, transport="host")
     kept, means = [], []
-    for step in range(6):
+    for step in range(STEPS):
         model.zero_grad()
         (net.weight * float(rank + step)).sum().backward()
         model.all_reduce()
         means += net.weight.grad.flatten().unique().tolist()
         if rank in keeps:
             kept.append(net.weight.grad)
-    return [grad.unique().item() for grad in kept], means, net.weight.grad.is_shared()
-
-
-def _keeps_all(rank: int) -> int:
-    """The segments mapped by this rank, while rank 1 keeps the gradient of every step."""
-    net = nn.Linear(2, 1, bias=False)
-    model = LegacyDistributedDataParallel(net, transport="host")
-    kept = []
-    for step in range(10):
-        model.zero_grad()
-        (net.weight * float(rank + step)).sum().backward()
-        model.all_reduce()
-        kept += [net.weight.grad] if rank == 1 else []
-    return Path("/proc/self/maps").read_text().count("/memfd:legacy_ddp")
+    segments = Path("/proc/self/maps").read_text().count("/memfd:legacy_ddp")
+    return [grad.unique().item() for grad in kept], means, net.weight.grad.is_shared(), segments
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
 def test_gradients_kept_on_one_rank_do_not_pile_up_on_the_others(transport: str) -> None:
-    own, keeper = run_ranks(_keeps_all, 2)
+    own, keeper = (segments for *_, segments in run_ranks(_kept, 2, (1,)))
     assert own <= 2 + 3  # its own, and of the other rank the current one, a spare and a new one
-    assert keeper >= 10
+    assert keeper >= STEPS
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
 def test_a_gradient_kept_on_some_ranks_is_never_written_to(transport: str) -> None:
-    expected = [0.5 + step for step in range(6)]
+    expected = [0.5 + step for step in range(STEPS)]
     keepers = {str(keeps): (keeps,) for keeps in ((), (0,), (1,), (0, 1))}
     for name, of_ranks in run_cases(_kept, 2, keepers).items():
-        for rank, (kept, means, is_shared) in enumerate(of_ranks):
+        for rank, (kept, means, is_shared, _) in enumerate(of_ranks):
             assert means == expected
             assert kept == (expected if rank in keepers[name][0] else [])
             assert not is_shared  # torch.multiprocessing would send a handle and not a copy

@@ -56,7 +56,7 @@ CLEARS: dict[str, Between] = {
     "clip, step, zero_()": _then(_clip, _step, partial(Model.zero_grad, set_to_none=False)),
 }
 FORGETS: dict[str, Between] = {
-    "nothing": lambda _: None,
+    "nothing": id,
     "step": _step,
     "clip": _clip,
     "clip, step": _then(_clip, _step),
@@ -287,17 +287,13 @@ def _begin_with_decayed_weights(model: Model) -> None:
         parameter.grad.zero_().add_(parameter.detach(), alpha=0.1)  # type: ignore[union-attr]
 
 
-def _do_nothing(_: Model) -> None:
-    pass
-
-
 def _plain_loop(
     rank: int,
     *,
     forgets: tuple[int, ...] = (),
     make: Callable[[], Model] = WRAPPERS["small"],
     calls: int = 1,
-    edit: Between = _do_nothing,
+    edit: Between = id,
     clear: Between = Model.zero_grad,
     is_scaled: bool = False,
 ) -> list[str]:
@@ -329,7 +325,7 @@ def _forgetful_loops(rank: int) -> dict[tuple[str, str, str], list[str]]:
     return {
         (wrapper, edit, who): _plain_loop(rank, forgets=forgets, make=WRAPPERS[wrapper], edit=act)
         for wrapper in PLAIN_WRAPPERS
-        for edit, act in (("nothing", _do_nothing), ("clip", _clip))
+        for edit, act in (("nothing", id), ("clip", _clip))
         for who, forgets in (("ranks 0-1", (0, 1)), ("rank 1", (1,)))
     }
 
@@ -354,7 +350,7 @@ def test_loops_that_clear_or_rewrite_gradients_after_the_step_are_not_told(rank:
     found = {
         (clear, edit, calls): _plain_loop(rank, calls=calls, edit=act, clear=ALSO_CLEARS[clear])
         for clear in ALSO_CLEARS
-        for edit, act in (("nothing", _do_nothing), ("clip", _clip))
+        for edit, act in (("nothing", id), ("clip", _clip))
         for calls in (1, 2)
     }
     return {case: told for case, told in found.items() if told}

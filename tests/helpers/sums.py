@@ -80,6 +80,12 @@ def bring(module: nn.Module, grads: Grads) -> None:
             (parameter * grad.conj()).sum().real.backward()  # of |p| this is the gradient: grad
 
 
+def add_leaf(wrapped: LegacyDistributedDataParallel, value: float = 1.0) -> None:
+    """A micro-batch in a block of its own, whose gradients are full of ``value``."""
+    with wrapped.no_sync():
+        bring(wrapped.module, [torch.full_like(parameter, value) for parameter in wrapped.module.parameters()])
+
+
 # Micro-batches with gradients of every dtype and of many sizes
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)

@@ -20,17 +20,13 @@ def _add_lora(net: Any) -> None:
     net.head.down, net.head.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
 
 
-def _replace_parameter(net: Any) -> None:
-    net.head.bias = nn.Parameter(torch.ones(4, dtype=torch.float64))
-
-
 _CHANGES: dict[str, Callable[[Any], Any]] = {
     "nothing": id,
     "freeze": lambda net: net.conv.requires_grad_(False),
     "unfreeze": lambda net: net.frozen.requires_grad_(True),
     "add": _add_lora,
     "replace-layer": lambda net: setattr(net, "head", nn.Linear(4, 4)),
-    "replace-parameter": _replace_parameter,
+    "replace-parameter": lambda net: setattr(net.head, "bias", nn.Parameter(torch.ones(4, dtype=torch.float64))),
     "remove": lambda net: delattr(net, "head"),
     "rename": lambda net: setattr(net, "aa", net._modules.pop("head")),
     "tie": lambda net: setattr(net, "tied", net.head),

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from legacy_ddp._memory.segment import Segment, SegmentPolicy
 from legacy_ddp._settings import Settings
 from tests.helpers import fork_faults, tiers
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import fork_scripts
+from tests.helpers.scripts import fork_scripts, run_script
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -60,9 +58,7 @@ except PermissionError:
 
 def test_a_python_that_does_not_know_memfd_create_makes_segments() -> None:
     """Some builds of Python were made with an old C library: the import failed with an AttributeError."""
-    run = subprocess.run(
-        [sys.executable, "-c", _OLD_C_LIBRARY], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
-    )
+    run = run_script("-c", _OLD_C_LIBRARY)
     assert (run.stdout.strip(), run.stderr) == (f"sealed {bytes([3] * 10)}", "")
 
 

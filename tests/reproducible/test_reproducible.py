@@ -18,10 +18,9 @@ from tests.helpers.cases import Grads, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_sizes import SMALLEST_MOVED_BYTES, move_gradients_from
-from tests.helpers.sums import Window, bring, take, wrap_reproducible
+from tests.helpers.sums import DTYPES, Window, add_leaf, bring, take, wrap_reproducible
 from tests.helpers.tiers import thorough
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 SHAPES = [(), (3,), (5, 2), (0,), (65,)]
 
 
@@ -133,11 +132,6 @@ def _add(model: Model, value: float) -> None:
     bring(model.module, [torch.full((3,), value), torch.full((1,), value)])
 
 
-def _leaf(model: Model, value: float) -> None:
-    with model.no_sync():
-        _add(model, value)
-
-
 def _call(model: Model, *, micro_batches: int | None = None) -> None:
     row = model.all_reduce(sample_size=1).rows[0]
     assert micro_batches in (None, row.micro_batches)
@@ -145,13 +139,13 @@ def _call(model: Model, *, micro_batches: int | None = None) -> None:
 
 def _nested(model: Model) -> None:
     with model.no_sync():
-        _leaf(model, 1)
+        add_leaf(model, 1)
         _add(model, 2)
     _call(model, micro_batches=2)
 
 
 def _an_empty_block(model: Model) -> None:
-    _leaf(model, 3)
+    add_leaf(model, 3)
     with model.no_sync():
         pass
     _call(model)
@@ -167,12 +161,12 @@ def _local_step(model: Model) -> None:
     with model.no_sync():
         _add(model, 1)
         torch.optim.SGD(model.parameters(), lr=0.0).step()
-    _leaf(model, 2)
+    add_leaf(model, 2)
     _call(model)
 
 
 def _edited_in_place(model: Model) -> None:
-    _leaf(model, 1)
+    add_leaf(model, 1)
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad += 2
@@ -187,26 +181,26 @@ def _written_to(model: Model) -> None:
         kept = [parameter.grad for parameter in model.parameters()]
     for grad in kept:
         grad.fill_(100.0)
-    _leaf(model, 2)
+    add_leaf(model, 2)
     for grad in kept:
         grad.zero_()
     _call(model)
 
 
 def _clipped(model: Model) -> None:
-    _leaf(model, 1)
+    add_leaf(model, 1)
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(2)
-    _leaf(model, 2)
+    add_leaf(model, 2)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # it is too late for that, and no micro-batch more
     _call(model, micro_batches=2)
 
 
 def _cleared_inside(model: Model) -> None:
     """Only that block's gradients are meant: it takes them apart and begins anew."""
-    _leaf(model, 1)
+    add_leaf(model, 1)
     with model.no_sync():
         _add(model, 50)
         model.zero_grad()
@@ -218,7 +212,7 @@ def _cleared_after_an_empty_block(model: Model) -> None:
     with model.no_sync():
         pass
     model.zero_grad()
-    _leaf(model, 3)
+    add_leaf(model, 3)
     _call(model, micro_batches=1)
 
 
@@ -242,13 +236,13 @@ def _zero_in_the_end(model: Model) -> None:
 
 def _dropped(model: Model, *, set_to_none: bool, last_in_block: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters())
-    _leaf(model, 1)
-    _leaf(model, 2)
+    add_leaf(model, 1)
+    add_leaf(model, 2)
     optimizer.zero_grad(set_to_none=set_to_none)
-    _leaf(model, 3)
+    add_leaf(model, 3)
     optimizer.zero_grad(set_to_none=set_to_none)
     if last_in_block:
-        _leaf(model, 4)
+        add_leaf(model, 4)
     else:
         with suppress(RuntimeError):  # a list has no forward pass; but it begins
             model()

@@ -18,7 +18,7 @@ from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import Said, error_of, transport_line
 from tests.helpers.small_sizes import move_gradients_from
-from tests.helpers.sums import bring, counted, mixed_model, mixed_window, take, wrap_reproducible
+from tests.helpers.sums import add_leaf, bring, counted, mixed_model, mixed_window, take, wrap_reproducible
 from tests.helpers.tiers import thorough
 
 in_host_memory = pytest.mark.parametrize("transport", ["host"], indirect=True)
@@ -46,11 +46,6 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process_on_either_transport(t
     assert run_ranks(_differences, world_size, world_size) == [(line, [])] * world_size
 
 
-def _leaf(model: LegacyDistributedDataParallel, value: float) -> None:
-    with model.no_sync():
-        bring(model.module, [torch.full((3,), value)])
-
-
 def _call(model: LegacyDistributedDataParallel) -> float:
     """Collective: the value of the gradient."""
     model.all_reduce(sample_size=1)
@@ -76,7 +71,7 @@ def _kept(rank: int, each: int) -> tuple[list[float], list[float]]:
     for step in range(5):
         model.zero_grad()
         for _ in range(each):
-            _leaf(model, float(rank + step))
+            add_leaf(model, float(rank + step))
         results.append(_call(model))
         if rank == 1:
             kept.append(next(model.parameters()).grad)
@@ -97,7 +92,7 @@ def _exchanges(rank: int) -> list[int]:
         for step in range(6):
             model.zero_grad()
             for _ in range(1 + step % 2):
-                _leaf(model, 1.0 + rank)
+                add_leaf(model, 1.0 + rank)
             model.all_reduce(sample_size=1)
             seen += exchanges
     return seen
@@ -123,7 +118,7 @@ def _other_group(rank: int, sits_out: bool) -> tuple[Said, list[float]]:
     for step, group in enumerate((None, other, other, None)):
         model.process_group = dist.group.WORLD if group is None else group
         model.zero_grad()
-        _leaf(model, 1.0 + rank + step)
+        add_leaf(model, 1.0 + rank + step)
         if sits_out and step == 1:
             said = error_of(model.all_reduce, sample_size=None if rank else 0)
         results.append(_call(model))
@@ -158,7 +153,7 @@ def _second_segment_fails(rank: int, transport: str) -> tuple[Said, list[float],
     for step in range(2):
         model.zero_grad()
         for _ in range(2):
-            _leaf(model, 1.0 + rank + step)
+            add_leaf(model, 1.0 + rank + step)
         if transport == "host" and step == 0:
             said = error_of(model.all_reduce, sample_size=1)
             os.memfd_create = create
@@ -193,7 +188,7 @@ def _forked(rank: int) -> tuple[int, int, list[float]]:
     def step(value: float) -> float:
         model.zero_grad()
         for _ in range(2):
-            _leaf(model, value)
+            add_leaf(model, value)
         return _call(model)
 
     step(1.0 + rank)

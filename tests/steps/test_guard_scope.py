@@ -5,8 +5,6 @@ Also: the scope of a guard, and that a failed construction leaves none.
 
 import copy
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +17,8 @@ from torch.optim import SGD, Optimizer
 
 from legacy_ddp import Checks, LayoutError, LegacyDDPError, UnsynchronizedStepError, all_reduce_gradients
 from tests.helpers.guarded import Model, assert_guards, assert_steps, backward, net, refused
-from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import run_script
 from tests.helpers.shared_jobs import on_ranks
 
 
@@ -128,8 +126,7 @@ def test_importing_registers_nothing_and_unpickling_guards_in_a_process_without_
         for checks in ("off", "info", "info"):
             pickle.dump(Model(net(), checks=checks), file)
 
-    command = [sys.executable, "-c", _FRESH, str(tmp_path / "models")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    run = run_script("-c", _FRESH, str(tmp_path / "models"))
 
     assert (run.returncode, run.stdout, run.stderr) == (0, "refused\n", "")
 
