@@ -128,11 +128,6 @@ def _mark(net: nn.Sequential, name: str, value: object = True) -> nn.Sequential:
     return net
 
 
-def _freeze(net: nn.Sequential) -> nn.Sequential:
-    net[1].requires_grad_(False)
-    return net
-
-
 MARKS: dict[str, tuple[str, object, bool]] = {  # name, value, whether it is the mark of one rank
     "fairseq": ("expert", True, True),
     "fairseq, a number": ("expert", 0, True),
@@ -151,7 +146,7 @@ def _refusals(rank: int) -> dict[str, tuple[Said, list[float]]]:
         case: lambda name=name, value=value: _mark(_net(rank), name, value)  # type: ignore[misc]
         for case, (name, value, _) in MARKS.items()
     }
-    makers["frozen"] = lambda: _freeze(_mark(_net(rank), "expert"))
+    makers["frozen"] = lambda: _mark(_mark(_net(rank), "expert"), "requires_grad", value=False)
     makers[ON_ONE_RANK] = lambda: _mark(_net(rank), "expert") if rank else _net(rank)
     found = {}
     for case, make in makers.items():

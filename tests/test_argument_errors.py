@@ -47,6 +47,7 @@ CALLS = (
     "GlobalBatchSampler(1, 1, 1).set_epoch(-1)",
     "aligned_splits(0)",
     "micro_batch_rng(-1, 0).__enter__()",
+    "micro_batch_rng(0, -1).__enter__()",
     "model.all_reduce().noise_scale(1.0)",
     "Join([wrap(), model]).__enter__()",
 )

@@ -17,8 +17,9 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, step, wrap
 
+pytestmark = pytest.mark.usefixtures("alone")
 
-@pytest.mark.usefixtures("alone")
+
 def test_state_dicts_have_the_keys_of_torch_ddp_and_load_both_ways() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
@@ -77,7 +78,6 @@ def test_a_copy_synchronises_by_itself_from_its_first_call() -> None:
     assert found == dict.fromkeys(_COPIES, [expected] * 2)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_pickle_carries_parameters_but_neither_gradients_nor_flat_buffers() -> None:
     model = LegacyDistributedDataParallel(nn.Linear(100, 100, bias=False))
     add_gradients(model, 1)
@@ -106,7 +106,6 @@ def test_deepcopy_shares_a_group_of_its_own_and_pickle_says_that_it_lost_it() ->
     assert run_ranks(_copy_with_own_group, 2) == [(True, lost, lost, 0.5)] * 2
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("how", _COPIES)
 def test_a_wrapper_made_with_its_type_parameter_is_copied_saved_and_compiled(how: str) -> None:
     kind = TypeVar("kind", bound=nn.Module)  # of this function: no module has the name, so it has no pickle
@@ -118,12 +117,3 @@ def test_a_wrapper_made_with_its_type_parameter_is_copied_saved_and_compiled(how
     assert type(copied.module) is nn.Linear
     inputs = torch.ones(1, 2)
     assert torch.equal(torch.compile(copied, backend="eager")(inputs), model.module(inputs))
-
-
-@pytest.mark.usefixtures("alone")
-def test_repr_shows_the_checks_and_the_settings_that_differ_from_the_defaults() -> None:
-    model = wrap(reduce_dtype=torch.bfloat16, ignore=["weight"], checks="off")
-    settings = "reduce_dtype=torch.bfloat16, ignore=frozenset({'weight'}), checks=Checks(level='off')"
-
-    assert model.extra_repr().splitlines()[-1] == settings
-    assert wrap().extra_repr().splitlines()[-1] == "checks='info'"

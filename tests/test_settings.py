@@ -17,10 +17,6 @@ from tests.helpers.small_models import Said, error_of, wrap
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def _wrap(**arguments: Any) -> LegacyDistributedDataParallel:
-    return LegacyDistributedDataParallel(**{"module": nn.Linear(2, 1), **arguments})
-
-
 _BUFFER_SIZE = "buffer_size is not usable: got {}, expected a number of elements, an int of at least 1"
 _TIMEOUT = "timeout_seconds is not usable: got {}, expected a positive number of seconds"
 _LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info', 'detail')"
@@ -38,6 +34,11 @@ _LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info', 'det
         ({"buffer_size": True}, ValueError, _BUFFER_SIZE.format(True)),
         ({"reduce_dtype": torch.int32}, ValueError, "reduce_dtype is not usable: got torch.int32, expected one of"),
         ({"reduce_dtype": torch.complex64}, ValueError, "reduce_dtype is not usable: got torch.complex64, expected"),
+        (
+            {"reduce_dtype": torch.bfloat16, "reproducible": True},
+            ValueError,
+            "reduce_dtype is not usable with reproducible=True: got torch.bfloat16",
+        ),
         ({"reduce_dtype": "bfloat16"}, ValueError, "reduce_dtype is not usable: got 'bfloat16', expected one of"),
         ({"absent_gradients": "zero"}, ValueError, "absent_gradients is unknown: got 'zero', expected one of ('none'"),
         ({"ignore": "weight"}, TypeError, "ignore is of the wrong type: got the string 'weight', expected several"),
@@ -59,7 +60,7 @@ _LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info', 'det
 )
 def test_an_unusable_argument_is_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match="^" + re.escape(text)) as caught:
-        _wrap(**arguments)
+        LegacyDistributedDataParallel(**{"module": nn.Linear(2, 1), **arguments})
 
     assert caught.type is error
 
@@ -92,6 +93,7 @@ def test_checks_refuses_what_it_does_not_know(arguments: dict[str, Any], text: s
 
 WITHOUT_EFFECT = [
     (Checks("off", nonfinite="raise"), "checks: nonfinite='raise' has no effect at level 'off'"),
+    (Checks("off", nonfinite="skip"), "checks: nonfinite='skip' has no effect at level 'off'"),
     (Checks("off", divergence="raise"), "checks: divergence='raise' has no effect at level 'off'"),
     (Checks("off", edited="raise"), "checks: edited='raise' has no effect at level 'off'"),
     (Checks(every=5), "checks: every=5 has no effect at level 'info', expected level 'detail'"),
@@ -103,7 +105,7 @@ WITHOUT_EFFECT = [
 @pytest.mark.parametrize("checks, text", WITHOUT_EFFECT, ids=str)
 def test_a_setting_without_effect_at_its_level_is_refused(checks: Checks, text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
-        _wrap(checks=checks)
+        wrap(checks=checks)
 
 
 def _settings_differ(rank: int, name: str, values: list[Any]) -> Said:
@@ -111,7 +113,7 @@ def _settings_differ(rank: int, name: str, values: list[Any]) -> Said:
     return error_of(wrap, **({name: values[rank]} if rank < len(values) else {}))
 
 
-_RAISE = Checks(nonfinite="raise")
+_RAISE, _SKIP = Checks(nonfinite="raise"), Checks(nonfinite="skip")
 _SHARED: dict[str, tuple[str, list[Any]]] = {  # by the words of the error: the setting, and its values
     "setting 'buffer_size': rank 2 has 8; ranks 0-1 have 7": ("buffer_size", [7, 7, 8]),
     "setting 'reduce_dtype': rank 1 has torch.bfloat16; ranks 0, 2 have None": (
@@ -122,9 +124,11 @@ _SHARED: dict[str, tuple[str, list[Any]]] = {  # by the words of the error: the 
         "absent_gradients",
         ["none", "zeros", "none"],
     ),
+    "setting 'reproducible': rank 1 has True; ranks 0, 2 have False": ("reproducible", [False, True, False]),
     "setting 'uneven': rank 0 has raise; ranks 1-2 have warn": ("checks", [Checks(uneven="raise"), "info", "info"]),
     "setting 'nonfinite': rank 0 has warn or ignore; ranks 1-2 have raise": ("checks", ["info", _RAISE, _RAISE]),
     "setting 'nonfinite': rank 1 has warn or ignore; ranks 0, 2 have raise": ("checks", [_RAISE, "off", _RAISE]),
+    "setting 'nonfinite': rank 2 has skip; ranks 0-1 have warn or ignore": ("checks", ["off", "info", _SKIP]),
 }
 
 

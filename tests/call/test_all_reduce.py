@@ -120,24 +120,15 @@ def test_a_sample_size_that_counts_nothing_is_refused_with_its_type_and_its_limi
 
 @pytest.mark.unsimulated("it has no sparse tensors")
 def test_gradients_of_a_rank_that_takes_no_part_do_not_matter() -> None:
-    useless: Grads = [torch.tensor([math.nan, math.inf]), sparse_of([1], torch.ones(1), 2), None, torch.ones(2)]
-    useful: Grads = [*[torch.full((2,), 4.0)] * 3, None]
+    bad, unusable = torch.tensor([math.nan, math.inf]), torch.ones(2, requires_grad=True)
+    useless: Grads = [bad, sparse_of([1], torch.ones(1), 2), unusable, None, torch.ones(2)]
+    useful: Grads = [*[torch.full((2,), 4.0)] * 4, None]
     parts: dict[str, list[Part]] = {"skip": [SKIP, {}], "0": [{"sample_size": 0}, {"sample_size": 2}]}
 
     check_case(
-        {label: Case([torch.zeros(2)] * 4, [useless, useful], part) for label, part in parts.items()},
-        {"skip": useful, "0": [*[torch.full((2,), 2.0)] * 3, None]},
+        {label: Case([torch.zeros(2)] * 5, [useless, useful], part) for label, part in parts.items()},
+        {"skip": useful, "0": [*[torch.full((2,), 2.0)] * 4, None]},
     )
-
-
-@on_ranks(2, [[4.0, 4.0]] * 2)
-def test_rank_that_skips_may_hold_what_could_not_be_reduced(rank: int) -> list[float]:
-    wrapped = wrap_module([torch.zeros(2)])
-    wrapped.module[0].grad = torch.full((2,), 4.0)
-    if rank == 0:
-        wrapped.module[0].grad = torch.ones(2, requires_grad=True) * 2
-    wrapped.all_reduce(skip=rank == 0)
-    return wrapped.module[0].grad.tolist()
 
 
 # Gradients that cannot be reduced

@@ -63,6 +63,15 @@ class _Loop:
         return self.told, self.waits, self.errors
 
 
+PLAIN: dict[str, list[dict[str, float] | None]] = {  # the gradients of each call
+    "next call": [None, {"b": NAN}, None, None],
+    "many dtypes": [{"bf": INF, "wide": NAN, "z": NAN}, None],
+    "every gradient": [dict.fromkeys(DTYPES, NAN), None],
+    "streaks": [{"a": NAN}, {"b": NAN}, None, {"a": INF}, None, None],
+    "finite": [{"a": 3e38, "wide": 1e300}] * 3,
+}
+
+
 def _runs(rank: int) -> dict[str, tuple[dict[int, str], dict[int, int], list[str]]]:
     """What each loop told, in which calls it waited, and its errors."""
     group, found = new_group(), {}
@@ -72,25 +81,10 @@ def _runs(rank: int) -> dict[str, tuple[dict[int, str], dict[int, int], list[str
         found[name] = made.found
         return made
 
-    of = loop("next call")
-    for bad in (None, {"b": NAN}, None, None):
-        of.call(bad)
-
-    of = loop("many dtypes")
-    of.call({"bf": INF, "wide": NAN, "z": NAN})
-    of.call()
-
-    of = loop("every gradient")
-    of.call(dict.fromkeys(DTYPES, NAN))
-    of.call()
-
-    of = loop("streaks")
-    for bad in ({"a": NAN}, {"b": NAN}, None, {"a": INF}, None, None):
-        of.call(bad)
-
-    of = loop("finite", reduce_dtype=torch.float32)
-    for _ in range(3):
-        of.call({"a": 3e38, "wide": 1e300})
+    for name, gradients in PLAIN.items():
+        of = loop(name, **({"reduce_dtype": torch.float32} if name == "finite" else {}))
+        for bad in gradients:
+            of.call(bad)
 
     of = loop("no part")
     of.call({"a": NAN}, sample_size=4 * (1 - rank))

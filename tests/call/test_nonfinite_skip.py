@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import Checks, LayoutError, LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
 from tests.call.test_nonfinite import HEADLINE
 from tests.helpers import logged_warnings
 from tests.helpers.cases import all_bits
@@ -150,14 +150,6 @@ def test_with_a_grad_scaler_on_all_ranks_the_scalers_skip_the_step_and_on_some_r
     assert found["all"] == [("", False, 2.0, [True, []])] * 2
     for error, *_ in found["some"]:
         assert error.startswith("all_reduce() call 1: rank 1: non-finite gradients, and rank 1 without an enabled Grad")
-
-
-@on_ranks(2, [None] * 2)
-def test_the_setting_must_be_equal_on_all_ranks_and_needs_checks(rank: int) -> None:
-    with pytest.raises(LayoutError, match="setting 'nonfinite': rank 1 has skip; rank 0 has warn or ignore"):
-        LegacyDistributedDataParallel(nn.Linear(1, 1), checks=SKIP if rank else Checks())
-    with pytest.raises(ValueError, match="nonfinite='skip' has no effect at level 'off'"):
-        LegacyDistributedDataParallel(nn.Linear(1, 1), checks=Checks("off", nonfinite="skip"))
 
 
 def _skips_with_checks_off(rank: int) -> tuple[bool, list[Any], str, list[str]]:

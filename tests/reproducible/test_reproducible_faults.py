@@ -13,8 +13,8 @@ from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers import logged_warnings
 from tests.helpers.cases import get_gradients
 from tests.helpers.shared_jobs import on_ranks, once, run_cases
-from tests.helpers.small_models import Said, error_of
-from tests.helpers.sums import bring, wrap_reproducible
+from tests.helpers.small_models import Said
+from tests.helpers.sums import add_leaf, bring, wrap_reproducible
 
 Model = LegacyDistributedDataParallel
 
@@ -23,11 +23,6 @@ class _Seen(NamedTuple):
     said: Said
     ranks: tuple[int, ...]
     after: list[Any]  # gradients of the next step
-
-
-def _leaf(model: Model, value: float = 1.0) -> None:
-    with model.no_sync():
-        bring(model.module, [torch.full((2, 2), value)])
 
 
 def _see(rank: int, name: str) -> _Seen:
@@ -44,8 +39,8 @@ def _see(rank: int, name: str) -> _Seen:
     model.module._parameters["0"] = parameter.requires_grad_()
     model.zero_grad()
     # Where parameters were exchanged, passes before it count on.
-    _leaf(model, 1.0 + rank)
-    _leaf(model, 3.0 + rank)
+    add_leaf(model, 1.0 + rank)
+    add_leaf(model, 3.0 + rank)
     model.all_reduce(sample_size=1)
     logged_warnings.take()  # of several backward passes in one micro-batch
     return _Seen(said, ranks, _left(model))
@@ -58,17 +53,17 @@ def _left(model: Model) -> list[Any]:
 def _leaves(counts: tuple[int, int], model: Model, rank: int, **arguments: Any) -> None:
     """So many micro-batches on each rank."""
     for _ in range(counts[rank]):
-        _leaf(model)
+        add_leaf(model)
     model.all_reduce(**{"sample_size": 1, **arguments})
 
 
 def _one_without_sample_size(model: Model, rank: int) -> None:
-    _leaf(model)
+    add_leaf(model)
     model.all_reduce(sample_size=None if rank else 1)
 
 
 def _exception_inside(model: Model, rank: int) -> None:
-    _leaf(model)
+    add_leaf(model)
     with suppress(MemoryError), model.no_sync():
         bring(model.module, [torch.ones(2, 2)])
         if rank == 1:
@@ -79,16 +74,16 @@ def _exception_inside(model: Model, rank: int) -> None:
 def _outside_and_inside(model: Model, rank: int) -> None:
     if rank == 1:
         bring(model.module, [torch.ones(2, 2)])
-        _leaf(model)
+        add_leaf(model)
     else:
-        _leaf(model)
-        _leaf(model)
+        add_leaf(model)
+        add_leaf(model)
     model.all_reduce(sample_size=1)
 
 
 def _forgotten_zero_grad(model: Model, rank: int) -> None:
     for step in range(2):
-        _leaf(model)
+        add_leaf(model)
         model.all_reduce(sample_size=1)
         if (step, rank) != (0, 1):
             model.zero_grad()
@@ -102,14 +97,14 @@ def _sparse(model: Model, rank: int, *, in_block: bool) -> None:
 
 
 def _twice(model: Model, rank: int) -> None:
-    _leaf(model)
+    add_leaf(model)
     model.all_reduce(sample_size=1)
     model.all_reduce(sample_size=1)
 
 
 def _step_without_call(model: Model, rank: int) -> None:
-    _leaf(model)
-    _leaf(model)
+    add_leaf(model)
+    add_leaf(model)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
@@ -130,14 +125,14 @@ def _replace(module: nn.Module) -> None:
 
 
 def _replaced_after_the_blocks(model: Model, rank: int) -> None:
-    _leaf(model)
+    add_leaf(model)
     _replace(model.module)
     model.all_reduce(sample_size=1)
 
 
 def _nan(model: Model, rank: int) -> None:
-    _leaf(model, float("nan") if rank else 1.0)
-    _leaf(model)
+    add_leaf(model, float("nan") if rank else 1.0)
+    add_leaf(model)
     model.all_reduce(sample_size=1)
 
 
@@ -228,37 +223,17 @@ def test_a_sparse_gradient_is_refused_by_name(name: str) -> None:
     _check(_seen(*SPARSE)[name], SPARSE[name])
 
 
-@pytest.mark.usefixtures("alone")
-def test_reduce_dtype_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match=r"reduce_dtype is not usable with reproducible=True: got torch\.bfloat16"):
-        wrap_reproducible([torch.ones(1)], reduce_dtype=torch.bfloat16)
-
-
-@on_ranks(2)
-def _other_modes(rank: int) -> Said:
-    return error_of(LegacyDistributedDataParallel, nn.Linear(1, 1), reproducible=rank == 0)
-
-
-def test_ranks_with_other_modes_are_a_layout_error() -> None:
-    said = _other_modes()
-
-    assert said[0] == said[1]
-    assert said[0] is not None
-    assert said[0][0] == "LayoutError"
-    assert "'reproducible'" in said[0][1]
-
-
 # Who takes no part
 
 
 def _no_part(rank: int, taking: tuple[int, ...]) -> tuple[bool, tuple[int, ...], list[Any]]:
     model = wrap_reproducible([torch.ones(2, 2)])
     for _ in range(2 if rank in taking else 3):
-        _leaf(model, 1.0 if rank in taking else float("nan"))
+        add_leaf(model, 1.0 if rank in taking else float("nan"))
     record = model.all_reduce(sample_size=2 if rank in taking else 0)
     found = _left(model)
     model.zero_grad()
-    _leaf(model)
+    add_leaf(model)
     model.all_reduce(sample_size=1)
     return record.skipped, record.skipped_ranks, found + _left(model)
 
@@ -281,6 +256,6 @@ def test_a_rank_with_sample_size_0_counts_as_zeros() -> None:
 def test_rows_describe_the_whole_step(rank: int) -> list[tuple[float | None, int, int | None]]:
     model = wrap_reproducible([torch.ones(2, 2)])
     for value in (1.0, 2.0):
-        _leaf(model, value + rank)
+        add_leaf(model, value + rank)
     record = model.all_reduce(sample_size=4)
     return [(row.local_norm, row.micro_batches, row.sample_size) for row in record.rows]
