@@ -11,6 +11,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 
 Model = LegacyDistributedDataParallel
 INPUTS = torch.arange(24.0).reshape(4, 3, 2)
@@ -32,15 +33,6 @@ def _evaluate(model: nn.Module) -> None:
         model.eval()(INPUTS)
 
 
-def _evaluate_in_inference_mode(model: nn.Module) -> None:
-    with torch.inference_mode():
-        model.eval()(INPUTS)
-
-
-def _freeze(model: Model) -> None:
-    model.train().module[0].eval()
-
-
 def _compiled(model: Model) -> None:
     compiled = torch.compile(model, backend="eager")
     _step(model)
@@ -59,9 +51,9 @@ OPERATIONS: dict[str, Callable[[Model], object]] = {
     "forward": lambda model: model(INPUTS),
     "evaluate": _evaluate,
     "rank-0-evaluates": lambda model: torch.distributed.get_rank() or _evaluate(model),
-    "evaluate-in-inference-mode": _evaluate_in_inference_mode,
+    "evaluate-in-inference-mode": torch.inference_mode()(_evaluate),
     "eval": Model.eval,
-    "freeze": _freeze,
+    "freeze": lambda model: model.train().module[0].eval(),
     "broadcast": Model.broadcast_buffers,
     "load": lambda model: model.load_state_dict(model.state_dict()),
     "compiled": _compiled,
@@ -134,11 +126,8 @@ def test_an_evaluation_with_statistics_of_each_rank_is_told_once_and_by_rank_1()
     assert other == {name: [] for name in CASES}
 
 
-def _alone(_: int) -> None:
+@on_ranks(1, [None])  # a warning would be an error
+def test_a_single_rank_has_no_other_statistics(rank: int) -> None:
     model = _model()
     _step(model)
     _evaluate(model)
-
-
-def test_a_single_rank_has_no_other_statistics() -> None:
-    run_ranks(_alone, 1)  # a warning would be an error

@@ -188,7 +188,8 @@ def test_a_hook_may_free_its_buffer_and_may_not_set_it_to_nothing(rank: int) -> 
     return [*found, error_of(step, model, 3.0)]
 
 
-def _together(rank: int) -> int:
+@on_ranks(2, [2 * 4 + 3 * 8] * 2)
+def test_all_buckets_are_begun_before_the_first_is_awaited_and_their_bytes_are_counted(rank: int) -> int:
     """The first bucket's mean is there when the second bucket's hook has begun."""
     model, first = wrap_module([torch.ones(2), torch.ones(3, dtype=torch.float64)], timeout_seconds=5.0), []
 
@@ -203,10 +204,6 @@ def _together(rank: int) -> int:
     model.register_comm_hook(None, hook)
     set_gradients(model, [torch.ones(2), torch.ones(3, dtype=torch.float64)])
     return model.all_reduce().payload_bytes
-
-
-def test_all_buckets_are_begun_before_the_first_is_awaited_and_their_bytes_are_counted() -> None:
-    assert run_ranks(_together, 2) == [2 * 4 + 3 * 8] * 2
 
 
 @pytest.mark.cpu("a collective of a device goes on until its own timeout")

@@ -77,17 +77,18 @@ def test_large_gradients_are_in_the_flat_tensor_before_the_call_and_small_ones_a
 
 
 @pytest.mark.cpu("a device copies all gradients in the call")
-@on_ranks(1, [[True, True]])
-def test_the_first_step_too_holds_its_gradients_once(rank: int) -> list[bool]:
-    """Whether gradients moved before the call: in the first step, and in the second."""
-    wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
-    net: Any = wrapped.module
+@on_ranks(1, [[True, True, False, False]])
+def test_the_first_step_too_holds_its_gradients_once_if_they_are_views(rank: int) -> list[bool]:
+    """Whether gradients moved before the call: in the first step, and in the second; with views, and without."""
     moved = []
-    for _ in range(2):
-        wrapped.zero_grad()
-        wrapped(1.0).backward()
-        moved.append(_moved(net.large))
-        wrapped.all_reduce()
+    for as_view in (True, False):
+        wrapped = LegacyDistributedDataParallel(_Net(), checks="off", gradient_as_bucket_view=as_view)
+        net: Any = wrapped.module
+        for _ in range(2):
+            wrapped.zero_grad()
+            wrapped(1.0).backward()
+            moved.append(_moved(net.large))
+            wrapped.all_reduce()
     return moved
 
 
@@ -194,31 +195,19 @@ DEEDS = [
 ]
 
 
-@on_ranks(1)
-def _do_each(rank: int) -> dict[str, Facts]:
-    facts = {}
+@on_ranks(1, [[]])
+def test_no_backward_writes_to_memory_held_elsewhere(rank: int) -> list[str]:
+    """After each deed, and in the step behind it."""
+    wrong = []
     for deed in DEEDS:
         wrapped = _wrap()
-        facts[deed.__name__] = deed(wrapped, wrapped.module)
+        net: Any = wrapped.module
+        facts = deed(wrapped, net)
         wrapped.zero_grad()
         wrapped(7.0).backward()
-        net: Any = wrapped.module
-        facts[deed.__name__] += (bool((net.large.grad == 7).all()),)
-    return facts
-
-
-def test_no_backward_writes_to_memory_held_elsewhere() -> None:
-    (facts,) = _do_each()
-
-    assert [name for name, found in facts.items() if not all(found)] == []
-
-
-@on_ranks(1, [False])
-def test_without_bucket_views_gradients_stay_where_backward_made_them(rank: int) -> bool:
-    wrapped = _wrap(gradient_as_bucket_view=False)
-    wrapped(1.0).backward()
-    net: Any = wrapped.module
-    return _moved(net.large)
+        if not all(facts) or not (net.large.grad == 7).all():
+            wrong.append(deed.__name__)
+    return wrong
 
 
 def _two_threads(rank: int) -> tuple[int, int]:

@@ -20,8 +20,8 @@ from tests.helpers import logged_warnings
 from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
-from tests.helpers.small_models import Said, error_of
-from tests.helpers.sums import Window, bring, take, tree_sum, wrap_reproducible
+from tests.helpers.small_models import error_of
+from tests.helpers.sums import Window, add_leaf, bring, take, tree_sum, wrap_reproducible
 from tests.helpers.tiers import thorough
 
 Model = LegacyDistributedDataParallel
@@ -29,11 +29,6 @@ Model = LegacyDistributedDataParallel
 
 def _model(**options: Any) -> Model:
     return wrap_reproducible([torch.ones(3)], **options)
-
-
-def _leaf(model: Model, value: float) -> None:
-    with model.no_sync():
-        bring(model.module, [torch.full((3,), value)])
 
 
 def _left(model: Model) -> list[float]:
@@ -69,9 +64,9 @@ def test_an_empty_block_is_a_micro_batch_and_no_uneven_work(rank: int) -> list[t
     found = []
     for uneven in ("warn", "raise"):
         model = _model(checks=Checks(uneven=uneven))
-        _leaf(model, 1.0)
+        add_leaf(model, 1.0)
         if rank == 0:
-            _leaf(model, 1.0)
+            add_leaf(model, 1.0)
         else:
             with model.no_sync():
                 pass
@@ -83,21 +78,14 @@ def test_an_empty_block_is_a_micro_batch_and_no_uneven_work(rank: int) -> list[t
 # Errors that leave the micro-batches as they were
 
 
-@on_ranks(2)
-def _tries_again(rank: int) -> tuple[Said, list[float]]:
+@on_ranks(2, [("PeerError", [10.5] * 3)] * 2)
+def test_micro_batches_outlive_an_error_also_on_a_rank_that_took_no_part(rank: int) -> tuple[str, list[float]]:
     """Rank 0 first says 0, rank 1 nothing; then both say what they hold."""
     model = _model()
-    _leaf(model, 10.0 + rank)
-    said = error_of(model.all_reduce, sample_size=None if rank else 0)
+    add_leaf(model, 10.0 + rank)
+    kind, _ = error_of(model.all_reduce, sample_size=None if rank else 0)
     model.all_reduce(sample_size=1)
-    return said, _left(model)
-
-
-def test_micro_batches_outlive_an_error_also_on_a_rank_that_took_no_part() -> None:
-    for said, left in _tries_again():
-        assert said is not None
-        assert said[0] == "PeerError"
-        assert left == [10.5] * 3
+    return kind, _left(model)
 
 
 @on_ranks(2)
@@ -119,24 +107,18 @@ def test_a_failed_micro_batch_is_an_error_of_the_first_call_that_would_use_it() 
         assert "MemoryError: no room" in second
 
 
-@on_ranks(2)
-def _tensors_made(rank: int) -> list[int]:
-    """By the sums, until the end of each step."""
-    found = []
+@on_ranks(2, [True] * 2)
+def test_memory_is_taken_in_the_first_step_only(rank: int) -> bool:
+    found = []  # the number of tensors that the sums have made until the end of each step
     model = _model()
     with counting("_new") as made:
         for _ in range(3):
             model.zero_grad()
-            _leaf(model, 1)
-            _leaf(model, 2)
+            add_leaf(model, 1)
+            add_leaf(model, 2)
             model.all_reduce(sample_size=1)
             found += made
-    return found
-
-
-def test_memory_is_taken_in_the_first_step_only() -> None:
-    for made in _tensors_made():
-        assert made[0] == made[1] == made[2] > 0
+    return found[0] == found[1] == found[2] > 0
 
 
 # Partial sums of the leaves of a bucket: the bits of the tree in the dtype of the sums
