@@ -114,10 +114,7 @@ def _group_with_a_label(model: nn.Module, deviates: bool) -> torch.optim.Optimiz
     return torch.optim.SGD([{"params": model.parameters(), "label": label}], lr=0.5)
 
 
-_STATES = {
-    "SGD": {"momentum_buffer": (1, 2)},
-    "AdamW": {"exp_avg": (1, 2), "exp_avg_sq": (1, 2), "step": ()},
-}
+_STATES = {"SGD": {"momentum_buffer": (1, 2)}, "AdamW": {"exp_avg": (1, 2), "exp_avg_sq": (1, 2), "step": ()}}
 OPTIMIZERS = {
     **{
         f"{key} of {name}": partial(

@@ -26,10 +26,7 @@ KILLED_IN_STEP = 3
 PORT = 29400
 RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-id=job", "--max-restarts=1")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.hosts,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 
 
 @pytest.mark.thorough

@@ -90,10 +90,7 @@ def test_the_command_answers_what_the_readme_shows(tmp_path: Path) -> None:
 # The tutorial prints what its pages show
 
 DOCS = ROOT / "docs"
-PAGES = [
-    DOCS / "index.md",
-    *sorted(page for page in (DOCS / "tutorial").glob("*.md") if page.name != "index.md"),
-]
+PAGES = [DOCS / "index.md", *sorted(page for page in (DOCS / "tutorial").glob("*.md") if page.name != "index.md")]
 SCRIPT = re.compile(r"^Save as `(\w+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A command, and the indented lines below.
 COMMAND = re.compile(r"^    \$ (.*)\n((?:    (?!\$).*\n)*)", re.MULTILINE)

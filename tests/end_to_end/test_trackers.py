@@ -13,10 +13,7 @@ from tests.helpers.scripts import fork_ranks
 
 _TRACKERS = ("tensorboard", "wandb", "opentelemetry", "prometheus_client")
 _MISSING = [name for name in _TRACKERS if find_spec(name) is None]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(_MISSING), reason="needs the extra legacy_ddp[trackers]"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(_MISSING), reason="needs the extra legacy_ddp[trackers]")]
 
 _LOOP = """
 import json, warnings

@@ -23,11 +23,7 @@ TIMEOUT_SECONDS = 6.0
 STEPS_BEFORE = 5
 SLOW_MBIT, SLOW_STEPS = 1.0, 3
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.thorough,
-    pytest.mark.hosts,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.thorough, pytest.mark.hosts]
 
 
 def _train(folder: Path) -> None:

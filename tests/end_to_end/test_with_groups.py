@@ -87,11 +87,7 @@ _OF_TWO = {
     "a dimension of a DeviceMesh": partial(_grouped, group=_dimension_of_a_mesh),
     "HierarchicalModelAverager": _means_of_pairs_and_of_all,
 }
-_OF_FOUR = {
-    "DeviceMesh": partial(_grouped, group=_mesh),
-    "wrappers of different groups": _in_turn,
-    "GAN": _adversaries,
-}
+_OF_FOUR = {"DeviceMesh": partial(_grouped, group=_mesh), "wrappers of different groups": _in_turn, "GAN": _adversaries}
 
 
 @pytest.fixture(scope="module")

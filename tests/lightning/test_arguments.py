@@ -22,8 +22,7 @@ def strategy(request: pytest.FixtureRequest) -> type:
 
 
 @pytest.mark.parametrize(
-    "name, start_method",
-    [("legacy_ddp", "popen"), ("legacy_ddp_spawn", "spawn"), ("legacy_ddp_fork", "fork")],
+    "name, start_method", [("legacy_ddp", "popen"), ("legacy_ddp_spawn", "spawn"), ("legacy_ddp_fork", "fork")]
 )
 def test_a_name_finds_the_strategy_in_both_registries(name: str, start_method: str) -> None:
     from lightning.fabric.strategies import STRATEGY_REGISTRY

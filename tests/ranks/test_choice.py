@@ -42,10 +42,7 @@ def _tried(rank: int, fault: str, transport: str) -> tuple[str, str, float | Non
 
 
 LIMIT = "rank 1: no shared memory (the limit of open files of this process is reached; raise it with ulimit -n)"
-REASONS = {
-    "file size": "rank 1: no shared memory (OSError: [Errno 27] File too large)",
-    "open files": LIMIT,
-}
+REASONS = {"file size": "rank 1: no shared memory (OSError: [Errno 27] File too large)", "open files": LIMIT}
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)

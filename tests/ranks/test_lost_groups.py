@@ -17,13 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import (
-    Checks,
-    LegacyDDPError,
-    LegacyDistributedDataParallel,
-    LostPeerError,
-    PeerError,
-)
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, LostPeerError, PeerError
 from tests.helpers.processes import leave_open_files, slowness
 from tests.helpers.rank_faults import do_when, error_after_interrupt
 from tests.helpers.ranks import run_ranks

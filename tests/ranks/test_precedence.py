@@ -71,16 +71,12 @@ _FAULTS = {
         "rank {}: weights changed between its first backward and now: a skipped call",
     ),
     "steps": Fault(
-        Scene(steps=False),
-        "DesyncError",
-        "ranks made different numbers of optimizer steps since the last call:",
+        Scene(steps=False), "DesyncError", "ranks made different numbers of optimizer steps since the last call:"
     ),
     "mixed": Fault(Scene(arguments={"sample_size": 2}), "DesyncError", "plain and weighted calls met:"),
     # With reproducible=True: the same action as the next one.
     "split": Fault(
-        _MORE_MICRO_BATCHES,
-        "DesyncError",
-        "micro-batches are not split over the ranks as reproducible=True needs it:",
+        _MORE_MICRO_BATCHES, "DesyncError", "micro-batches are not split over the ranks as reproducible=True needs it:"
     ),
     "uneven": Fault(_MORE_MICRO_BATCHES, "DesyncError", "ranks bring uneven work:"),
     "metrics": Fault(Scene(arguments={"metrics": {"lost": 1.0}}), "DesyncError", "ranks bring different metrics:"),

@@ -34,8 +34,7 @@ def _rows(rank: int, hosts: str, arity: int) -> tuple[float | None, list[int | N
 
 
 @pytest.mark.parametrize(
-    "hosts, arity",
-    [("abbbcccc", 32), ("abab", 1), thorough("abcdefgh", 2), thorough("aabbccdd", 1)],
+    "hosts, arity", [("abbbcccc", 32), ("abab", 1), thorough("abcdefgh", 2), thorough("aabbccdd", 1)]
 )
 def test_rows_come_in_rank_order_over_hosts_of_any_numbers_of_ranks(transport: str, hosts: str, arity: int) -> None:
     """``arity``: hubs below a hub; with 1 the hubs are a chain."""

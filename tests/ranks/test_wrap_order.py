@@ -55,10 +55,7 @@ _WAYS: dict[str, tuple[Callable[[list[nn.Module]], None], str]] = {
     "wrapped": (partial(_one_by_one, LegacyDistributedDataParallel), "{}"),
     "without init_sync and checks": (partial(_one_by_one, _wrap_without_sync), "{}"),
     "in lists": (partial(_one_by_one, _wrap_in_lists), "Sequential(ModuleDict({}), Tanh)"),
-    "variants": (
-        partial(_one_by_one, _wrap_variants),
-        "Sequential({0}, Sequential(), Parametrized{0})",
-    ),
+    "variants": (partial(_one_by_one, _wrap_variants), "Sequential({0}, Sequential(), Parametrized{0})"),
     "copies": (_wrap_and_broadcast, "{}"),
     "the function": (partial(_one_by_one, all_reduce_gradients), "{}"),
 }

@@ -17,10 +17,7 @@ from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 from tests.helpers.torch_versions import needs_simulation
 
-pytestmark = [
-    pytest.mark.cpu("the ranks take the simulated device themselves"),
-    needs_simulation,
-]
+pytestmark = [pytest.mark.cpu("the ranks take the simulated device themselves"), needs_simulation]
 
 
 class _Loop:

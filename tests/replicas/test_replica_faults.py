@@ -178,13 +178,7 @@ FAULTS = {
         action=_replace_weight, has_evidence=True, words=(_NO_MEMBER, "not in the model: float32 (4, 4)")
     ),
     "a weight is replaced between call and step": Fault(
-        "reduced",
-        1,
-        _replace_weight,
-        2,
-        "outside",
-        has_evidence=True,
-        words=("changed outside of a step", _NO_MEMBER),
+        "reduced", 1, _replace_weight, 2, "outside", has_evidence=True, words=("changed outside of a step", _NO_MEMBER)
     ),
     "an optimizer holds nothing of the model": _next_step(
         action=_optimize_a_copy,

@@ -19,15 +19,7 @@ from legacy_ddp._explain.missing import compose, poll_ranks
 from legacy_ddp._watchdog.client import ANSWER_SECONDS, Endpoint, Failure, Message, Outcome, request, state_of
 from legacy_ddp._watchdog.ending import is_fault
 from legacy_ddp._watchdog.exchange import FailureRecord, ReportExchange
-from legacy_ddp._watchdog.process import (
-    DEAD,
-    RUNNING,
-    STOPPED,
-    UNKNOWN,
-    own_identity,
-    queued_seconds,
-    visible_state,
-)
+from legacy_ddp._watchdog.process import DEAD, RUNNING, STOPPED, UNKNOWN, own_identity, queued_seconds, visible_state
 from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
 from legacy_ddp._watchdog.status import GroupView

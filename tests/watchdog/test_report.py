@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 
 from legacy_ddp._explain.missing import MAX_ROWS, MAX_STACKS, compose, format_loss, missing_ranks, process_text
-from legacy_ddp._watchdog.client import (
-    MAX_BYTES,
-    Endpoint,
-    Failure,
-    Outcome,
-    decode_endpoint,
-)
+from legacy_ddp._watchdog.client import MAX_BYTES, Endpoint, Failure, Outcome, decode_endpoint
 from legacy_ddp._watchdog.process import DEAD, Sample, own_identity
 from legacy_ddp._watchdog.reports import Report
 from legacy_ddp._watchdog.status import LEFT_AFTER_LOSS, LEFT_NORMALLY, RankStatus, Row, build_rows, own_status

@@ -189,12 +189,7 @@ def test_every_shows_the_table_again_until_ctrl_c_which_is_quiet(folder: Path) -
     with (
         a_job(described(moving(0), moving(1)), described(a_row(0), a_row(1, serial=4, in_call=False))),
         subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=heed_ctrl_c,
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
         ) as process,
     ):
         assert process.stdout is not None

@@ -129,12 +129,7 @@ _DRAW = "draw from torch's default generator, which travels with the batch, or d
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "held, step",
-    [
-        (_generator(), _TAKE),
-        (iter([1]), _TAKE),
-        (torch.utils.data.DataLoader([1]), _TAKE),
-        (torch.Generator(), _DRAW),
-    ],
+    [(_generator(), _TAKE), (iter([1]), _TAKE), (torch.utils.data.DataLoader([1]), _TAKE), (torch.Generator(), _DRAW)],
 )
 def test_iterators_and_generators_are_refused_with_what_to_do_instead(held: Any, step: str) -> None:
     with pytest.raises(TypeError, match=rf"run variable 'held' is a .*, whose state belongs to this rank only; {step}"):

@@ -220,12 +220,7 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
     ),
     **{
         f"a metric: {a} and {b}": (with_metrics(*[a] * 5), with_metrics(*[b] * 5))
-        for a, b in (
-            ({"m": math.nan}, {"m": 1.0}),
-            ({"m": 0.0}, {"m": -0.0}),
-            ({}, {"m": 1.0}),
-            ({"m": 1.0}, {}),
-        )
+        for a, b in (({"m": math.nan}, {"m": 1.0}), ({"m": 0.0}, {"m": -0.0}), ({}, {"m": 1.0}), ({"m": 1.0}, {}))
     },
     "metrics, other world sizes": (
         {"world_size": 1, **with_metrics(*[{"loss": 1.0}] * 5)},

@@ -101,8 +101,7 @@ def test_a_folder_that_is_no_whole_run_is_refused(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "what, values",
-    [("first_step", [1, 2]), ("every", [1, 2]), ("job", ["0000000000000000", "0000000000000001"])],
+    "what, values", [("first_step", [1, 2]), ("every", [1, 2]), ("job", ["0000000000000000", "0000000000000001"])]
 )
 def test_ranks_of_two_runs_are_refused_together(tmp_path: Path, what: str, values: list[Any]) -> None:
     folder = write_trace(tmp_path, environments=lambda rank, size: environment(rank, size, **{what: values[rank]}))
