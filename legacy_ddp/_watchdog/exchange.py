@@ -92,7 +92,7 @@ class FailureRecord:
             return self.final_report
 
     def exit_reason(self) -> str:
-        """The exit reason after a failure, which begins with a verb; otherwise empty."""
+        """Why this rank ends after a failure: a text that begins with a verb. Empty without a failure."""
         if self.failure is None:
             return ""
         own = self._view.own.rank
@@ -313,7 +313,10 @@ class StallReports:
         return {}
 
     def _log(self, report: Report | None) -> None:
-        """In a thread of its own: a handler of the script may block, and the server must go on to answer."""
+        """Log a report; None stands for the end of the wait.
+
+        This runs in a thread of its own: a handler of the script may block, and the server must go on to answer.
+        """
         with self._log_lock:
             if report is None:
                 self._policy.end_stall()

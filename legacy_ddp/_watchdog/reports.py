@@ -141,7 +141,10 @@ class ReportFile:
 
 
 def _open_file(directory: str | os.PathLike[str] | None, stem: str, rank: int) -> tuple[Path, int, str]:
-    """Path and descriptor of a new file, and the reason if the path is the null device."""
+    """Create a file for reports. Returns its path and descriptor, and an empty text.
+
+    If no file can be made in the default directory, they are those of the null device, and the text is the reason.
+    """
     try:
         folder = Path(tempfile.gettempdir() if directory is None else directory).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)

@@ -258,7 +258,7 @@ def _types_of_arguments(operation: Any) -> dict[str, str]:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """As ``tree_map()`` of torch, which takes most of the time of an operation: operations nest lists alone."""
+    """As ``tree_map()`` of torch, which is slow. Arguments and results are nested in lists and tuples alone."""
     return [_map(function, item) for item in value] if isinstance(value, list | tuple) else function(value)
 
 

@@ -207,7 +207,7 @@ class _Case:
 
     @property
     def dropout(self) -> _Named | None:
-        """The random operation of a dropout, if one side has no operation, and those of the other are this dropout."""
+        """The random operation of a dropout, if one side ran nothing, and the other side ran this dropout alone."""
         side, draws = self._only(_is_draw)
         if len(self.sides) > 1 or len(draws) != 1 or not draws[0].module:
             return None
